@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import itertools
 import multiprocessing.connection
@@ -17,6 +18,7 @@ import os
 import pathlib
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -25,7 +27,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, overload
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +38,19 @@ import dataparallel.virtual
 from tests import forkserver
 from tests.device_only.backend import register
 
-Result = TypeVar("Result")
-
 #: Seconds that a worker may take to start: it imports torch, and many may start at once.
 STARTUP = 120.0
 
 #: Seconds that the other ranks get after one has failed, before they are ended.
 GRACE = 10.0
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 class RankFailed(Exception):
@@ -54,20 +63,6 @@ class RankDied(Exception):
 
 class _Foreign(Exception):
     """Stands for an exception that can't be pickled."""
-
-
-@dataclass
-class _Job:
-    """What a worker is asked to do."""
-
-    function: Callable[..., object]
-    rank: int
-    world_size: int
-    args: tuple[object, ...]
-    store: str
-    timeout: float
-    init_group: bool
-    backend: str
 
 
 @dataclass
@@ -88,22 +83,15 @@ class _Worker:
     """A process that waits for functions to run."""
 
     process: multiprocessing.process.BaseProcess
-    connection: multiprocessing.connection.Connection
-    stacks: pathlib.Path = field(repr=False)
-    ready: bool = False
+    connection: Connection
+    stacks: pathlib.Path
 
-    def stop(self) -> None:
+    def stop(self, seconds: float = 0.0) -> None:
+        """End the process, which is killed after some seconds."""
         self.connection.close()
-        self.process.join(5)
-        if self.process.is_alive():
-            self.kill()
-        self.stacks.unlink(missing_ok=True)
-
-    def kill(self) -> None:
+        self.process.join(seconds)
         self.process.kill()
         self.process.join()
-        self.connection.close()
-        self.stacks.unlink(missing_ok=True)
 
     def where(self) -> str:
         """The Python stacks of all threads of the worker."""
@@ -126,32 +114,6 @@ class Cluster:
         # that was removed meanwhile.
         self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
         self._calls = itertools.count()
-
-    @overload
-    def run(
-        self,
-        function: Callable[..., Result],
-        world_size: int,
-        *args: object,
-        timeout: float = ...,
-        expect_errors: Literal[False] = ...,
-        init_group: bool = ...,
-        virtual: bool = ...,
-        backend: str = ...,
-    ) -> list[Result]: ...
-
-    @overload
-    def run(
-        self,
-        function: Callable[..., Result],
-        world_size: int,
-        *args: object,
-        timeout: float = ...,
-        expect_errors: Literal[True],
-        init_group: bool = ...,
-        virtual: bool = ...,
-        backend: str = ...,
-    ) -> list[Result | BaseException]: ...
 
     def run(
         self,
@@ -180,20 +142,15 @@ class Cluster:
                 assert cluster.run(total, 2, 10) == [10.0, 10.0]
 
         Args:
-            function: A function of a module, found there by its name. What it returns is pickled.
-            world_size: How many processes.
-            args: Further arguments, which are pickled.
+            function: A function of a module, found there by its name. What it gets and returns is
+                pickled.
             timeout: Seconds after which ranks that still run are ended. Also the timeout of the
                 default group.
             expect_errors: Return exceptions in place of results. Default: raise the first one.
-            init_group: Whether there is a default process group. Default: True.
             virtual: Whether the processes have four virtual devices. Default: they have none.
             backend: Of the default group: ``"gloo"`` (default), or where there are virtual devices
                 also ``"vccl"``, which takes tensors on these only (see ``device_only/backend.py``),
                 and ``"cpu:gloo,virtual:vccl"``.
-
-        Returns:
-            The result of every rank.
 
         Raises:
             BaseException: What a rank raised; its cause tells the rank and the traceback there.
@@ -204,74 +161,73 @@ class Cluster:
         # is lost takes five seconds.
         store = f"{self._folder.name}/{next(self._calls)}"
         for rank, worker in enumerate(workers):
-            job = _Job(function, rank, world_size, args, store, timeout, init_group, backend)
-            worker.connection.send_bytes(pickle.dumps(job))
+            group = (backend, store, rank, world_size, timeout) if init_group else None
+            job = functools.partial(function, rank, world_size, *args)
+            worker.connection.send_bytes(pickle.dumps((job, group)))
         replies = self._collect(workers, timeout, GRACE if not expect_errors else timeout)
-        if expect_errors:
-            return [reply.error or reply.value for _, reply in sorted(replies.items())]
-        failed = {rank: reply for rank, reply in sorted(replies.items()) if reply.error}
-        if failed:
+        failed = {rank: reply for rank, reply in enumerate(replies) if reply.error}
+        if failed and not expect_errors:
             text = "\n".join(f"in rank {rank}:\n{reply.trace}" for rank, reply in failed.items())
             # The others may have failed only because the first one did.
             first = min(failed.values(), key=lambda reply: reply.when)
             assert first.error is not None
             raise first.error from RankFailed(text)
-        return [reply.value for _, reply in sorted(replies.items())]
+        return [reply.error or reply.value for reply in replies]
 
     def close(self) -> None:
         """End all workers."""
-        for workers in self._workers.values():
-            for worker in workers:
-                worker.stop()
-            workers.clear()
+        for worker in itertools.chain(*self._workers.values()):
+            worker.stop(5.0)
+        self._workers.clear()
         self._folder.cleanup()
 
     def _ready(self, world_size: int, virtual: bool) -> list[_Worker]:
         """Workers that wait for a job; new ones start where there are too few."""
         workers = self._workers[virtual]
-        for rank, worker in enumerate(workers):
-            if not worker.process.is_alive():
-                worker.kill()
-                # In its place: a process has the same rank as long as it lives.
-                workers[rank] = self._start(virtual)
+        new = [rank for rank, worker in enumerate(workers) if not worker.process.is_alive()]
+        for rank in new:
+            workers[rank].stop()
+            # In its place: a process has the same rank as long as it lives.
+            workers[rank] = self._start(virtual)
         while len(workers) < world_size:
+            new.append(len(workers))
             workers.append(self._start(virtual))
-        for worker in workers[:world_size]:
-            if not worker.ready:
-                if not worker.connection.poll(STARTUP):
-                    raise RankDied(f"a worker took longer than {STARTUP:g} s to start")
-                worker.connection.recv_bytes()
-                worker.ready = True
+        for rank in new:
+            if not workers[rank].connection.poll(STARTUP):
+                raise RankDied(f"a worker took longer than {STARTUP:g} s to start")
+            workers[rank].connection.recv_bytes()
         return workers[:world_size]
 
     def _start(self, virtual: bool) -> _Worker:
         ours, theirs = self._context.Pipe()
-        handle, stacks = tempfile.mkstemp(prefix="stacks-", suffix=".txt")
-        os.close(handle)
-        process = self._context.Process(target=_work, args=(theirs, stacks, virtual), daemon=True)
+        stacks = pathlib.Path(self._folder.name, f"stacks {next(self._calls)}")
+        arguments = theirs, str(stacks), virtual
+        process = self._context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        return _Worker(process, ours, pathlib.Path(stacks))
+        return _Worker(process, ours, stacks)
 
-    def _collect(self, workers: list[_Worker], timeout: float, grace: float) -> dict[int, _Reply]:
+    def _collect(self, workers: list[_Worker], timeout: float, grace: float) -> list[_Reply]:
         """The answer of every rank; whoever is late is ended."""
         deadline = time.monotonic() + timeout
         replies: dict[int, _Reply] = {}
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
         while waiting:
             remaining = max(0.0, deadline - time.monotonic())
-            arrived = multiprocessing.connection.wait(list(waiting), remaining)
+            arrived: list[Any] = multiprocessing.connection.wait(list(waiting), remaining)
             for connection in arrived:
-                assert isinstance(connection, multiprocessing.connection.Connection)
                 rank = waiting.pop(connection)
                 replies[rank] = self._receive(workers[rank])
                 if replies[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + grace)
             if not arrived:
                 for rank in waiting.values():
-                    replies[rank] = self._give_up(workers[rank], timeout)
+                    where = workers[rank].where()
+                    text = f"still running; ended by the test (timeout {timeout:g} s)\n{where}"
+                    workers[rank].stop()
+                    replies[rank] = _Reply(error=RankDied(text), trace=text)
                 break
-        return replies
+        return [replies[rank] for rank in range(len(workers))]
 
     def _receive(self, worker: _Worker) -> _Reply:
         try:
@@ -282,17 +238,11 @@ class Cluster:
             return _Reply(error=RankDied(text), trace=text)
         return reply
 
-    def _give_up(self, worker: _Worker, timeout: float) -> _Reply:
-        text = f"still running; ended by the test (timeout {timeout:g} s)\n{worker.where()}"
-        worker.process.kill()
-        worker.process.join()
-        return _Reply(error=RankDied(text), trace=text)
-
 
 # --- in a worker -----------------------------------------------------------------------------
 
 
-def _work(connection: multiprocessing.connection.Connection, stacks: str, virtual: bool) -> None:
+def _work(connection: Connection, stacks: str, virtual: bool) -> None:
     """Run jobs until the tests' process closes the connection or ends."""
     if hasattr(os, "setsid"):
         # Ctrl-C in the terminal is for the tests' process alone.
@@ -323,16 +273,13 @@ def _work(connection: multiprocessing.connection.Connection, stacks: str, virtua
 def _catch_strays(stray: list[str]) -> None:
     """Note what nobody can catch: exceptions in threads and in finalizers."""
 
-    def in_thread(args: threading.ExceptHookArgs) -> None:
+    def hook(args: Any) -> None:
         trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        stray.append("".join(trace))
+        # What was ignored, and where; nothing for a thread.
+        about = f"{getattr(args, 'err_msg', '') or ''} {getattr(args, 'object', '')!r}"
+        stray.append(f"{about}\n{''.join(trace)}")
 
-    def unraisable(args: Any) -> None:
-        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        stray.append(f"{args.err_msg or 'ignored in'} {args.object!r}\n{''.join(trace)}")
-
-    threading.excepthook = in_thread
-    sys.unraisablehook = unraisable
+    threading.excepthook = sys.unraisablehook = hook
 
 
 def _run(received: bytes, stray: list[str]) -> bytes:
@@ -353,12 +300,12 @@ def _run(received: bytes, stray: list[str]) -> bytes:
 def _call(received: bytes) -> _Reply:
     failed = None
     try:
-        job: _Job = pickle.loads(received)
+        job, group = pickle.loads(received)
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        with _group(job) if job.init_group else contextlib.nullcontext():
+        with _group(*group) if group else contextlib.nullcontext():
             try:
-                return _Reply(value=job.function(job.rank, job.world_size, *job.args))
+                return _Reply(value=job())
             except BaseException:
                 # Before the group is destroyed, and the other ranks fail because of that.
                 failed = time.time()
@@ -372,17 +319,12 @@ def _call(received: bytes) -> _Reply:
 
 
 @contextlib.contextmanager
-def _group(job: _Job) -> Iterator[None]:
-    dist.init_process_group(
-        job.backend,
-        store=FileStore(job.store, job.world_size),
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=datetime.timedelta(seconds=job.timeout),
-    )
+def _group(backend: str, path: str, rank: int, world_size: int, timeout: float) -> Iterator[None]:
+    store, limit = FileStore(path, world_size), datetime.timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         # A rank that ends at once would else leave others that are still about to connect to it.
-        dist.all_reduce(torch.zeros(1, device="cpu" if "gloo" in job.backend else "virtual:0"))
+        dist.all_reduce(torch.zeros(1, device="cpu" if "gloo" in backend else "virtual:0"))
         yield
     finally:
         if dist.is_initialized():
@@ -392,12 +334,11 @@ def _group(job: _Job) -> Iterator[None]:
 def _pickled(reply: _Reply) -> bytes:
     try:
         data = pickle.dumps(reply)
-        if reply.error is not None:
-            pickle.loads(data)
+        # Some errors can be pickled, and not made again.
+        pickle.loads(data)
+        return data
     except Exception as failure:
-        if reply.error is None:
-            text = f"the result can't be pickled: {failure}"
-            return pickle.dumps(_Reply(error=_Foreign(text), trace=text))
-        text = f"{type(reply.error).__name__}: {reply.error}"
-        return pickle.dumps(_Reply(error=_Foreign(text), trace=reply.trace))
-    return data
+        text = f"the result can't be pickled: {failure}"
+        if reply.error is not None:
+            text = f"{type(reply.error).__name__}: {reply.error}"
+        return pickle.dumps(_Reply(error=_Foreign(text), trace=reply.trace or text))

@@ -6,8 +6,6 @@ To start a process anew and to import torch takes seconds.
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import sys
 import warnings
@@ -35,11 +33,3 @@ def fork() -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
         return os.fork()
-
-
-def start() -> None:
-    """Start the server, which else starts with the first process and stays."""
-    context()
-    multiprocessing.resource_tracker.ensure_running()
-    if sys.platform == "linux":
-        multiprocessing.forkserver.ensure_running()

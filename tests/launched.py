@@ -10,7 +10,6 @@ import io
 import os
 import pathlib
 import runpy
-import socket
 import sys
 import traceback
 import warnings
@@ -20,6 +19,7 @@ import torch
 
 import dataparallel.virtual
 from tests import forkserver
+from tests.cluster import free_port
 
 #: Seconds until all processes have ended.
 _TIMEOUT = 120.0
@@ -29,10 +29,7 @@ def launched(
     script: pathlib.Path, processes: int, folder: pathlib.Path, *options: str, virtual: bool
 ) -> str:
     """What a script prints in a folder, rank after rank. Its warnings are errors."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    context = forkserver.context()
+    context, port = forkserver.context(), free_port()
     running = []
     for rank in range(processes):
         answer, theirs = context.Pipe(duplex=False)

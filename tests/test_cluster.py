@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,123 +15,78 @@ import torch.distributed as dist
 from tests.cluster import Cluster, RankDied
 
 
-def total(rank: int, world_size: int, factor: float) -> tuple[int, torch.Tensor]:
-    tensor = torch.full((3,), rank * factor)
-    dist.all_reduce(tensor)
-    return dist.get_world_size(), tensor
+def describe(rank: int, world_size: int, factor: float) -> list[Any]:
+    """The process, its first random number, and a sum over all where there is a group."""
+    total = torch.full((3,), rank * factor)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return [os.getpid(), torch.rand(()).item(), torch.accelerator.device_count(), total.tolist()]
 
 
-def process_id(rank: int, world_size: int) -> int:
-    return os.getpid()
+class Unpicklable(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} of {second}")
 
 
-def draw(rank: int, world_size: int) -> float:
-    return torch.rand(()).item()
-
-
-def has_group(rank: int, world_size: int) -> bool:
-    return dist.is_initialized()
-
-
-def devices(rank: int, world_size: int) -> int:
-    return torch.accelerator.device_count()
-
-
-def fail_in_rank_one(rank: int, world_size: int) -> str:
+def fail(rank: int, world_size: int, how: str) -> str:
+    """What rank 1 does; the others are content, or wait for it."""
     if rank == 1:
+        if how == "ends":
+            os._exit(3)
+        if how == "hangs":
+            time.sleep(30)
+        if how == "is not pickled":
+            raise Unpicklable(1, 2)
+        if how == "warns":
+            warnings.warn("beware", stacklevel=1)
+        if how == "in a thread":
+            thread = threading.Thread(target=fail, args=(1, 2, "raises"))
+            thread.start()
+            thread.join()
+            return "fine"
         raise KeyError("lost")
+    if how == "is awaited":
+        dist.barrier()
     return "fine"
 
 
-def end_rank_one(rank: int, world_size: int) -> str:
-    if rank == 1:
-        os._exit(3)
-    return "fine"
-
-
-def sleep_in_rank_one(rank: int, world_size: int) -> str:
-    if rank == 1:
-        time.sleep(30)
-    return "fine"
-
-
-def wait_for_rank_one(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise KeyError("lost")
-    dist.barrier()
-
-
-def warn(rank: int, world_size: int) -> None:
-    warnings.warn("beware", stacklevel=1)
-
-
-def fail_in_thread(rank: int, world_size: int) -> None:
-    thread = threading.Thread(target=fail_in_rank_one, args=(1, 2))
-    thread.start()
-    thread.join()
-
-
-def test_every_rank_is_a_member_of_a_group(cluster: Cluster) -> None:
-    for world_size in (2, 3, 1):
-        for size, tensor in cluster.run(total, world_size, 2.0):
-            assert size == world_size
-            assert tensor.tolist() == [2.0 * sum(range(world_size))] * 3
-
-
-def test_processes_serve_again(cluster: Cluster) -> None:
-    first = cluster.run(process_id, 2)
-    assert len({*first, os.getpid()}) == 3
-    assert cluster.run(process_id, 2) == first
-
-
-def test_every_function_starts_from_the_seed(cluster: Cluster) -> None:
+def test_processes_serve_again_and_again(cluster: Cluster) -> None:
     torch.manual_seed(0)
-    assert cluster.run(draw, 2) * 2 == [torch.rand(()).item()] * 4 == cluster.run(draw, 2) * 2
+    number = torch.rand(()).item()
+    processes: list[int] = []
+    for world_size in (3, 2, 1):
+        found = cluster.run(describe, world_size, 2.0)
+        assert [each[1:] for each in found] == [
+            [number, 0, [2.0 * sum(range(world_size))] * 3]
+        ] * world_size
+        processes = processes or [each[0] for each in found]
+        assert [each[0] for each in found] == processes[:world_size]
+    assert len({*processes, os.getpid()}) == 4
+    alone = cluster.run(describe, 2, 2.0, init_group=False, virtual=True)
+    assert [each[2:] for each in alone] == [[4, [0.0] * 3], [4, [2.0] * 3]]
 
 
-def test_a_group_and_virtual_devices_are_a_choice(cluster: Cluster) -> None:
-    assert cluster.run(has_group, 2) == [True, True]
-    assert cluster.run(has_group, 2, init_group=False) == [False, False]
-    assert cluster.run(devices, 1, virtual=True) == [4]
-
-
-def test_an_exception_comes_back_with_the_rank_and_the_traceback(cluster: Cluster) -> None:
-    with pytest.raises(KeyError, match="lost") as caught:
-        cluster.run(fail_in_rank_one, 2)
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("raises", KeyError, "lost"),
+        ("is awaited", KeyError, "lost"),
+        ("is not pickled", Exception, "Unpicklable: 1 of 2"),
+        ("warns", UserWarning, "beware"),
+        ("in a thread", RuntimeError, r"outside of the function(?s:.*)KeyError: 'lost'"),
+        ("ends", RankDied, "exit code 3"),
+        ("hangs", RankDied, r"timeout 0.5 s(?s:.*)in fail"),
+    ],
+)
+def test_an_error_comes_back_with_the_rank_and_the_traceback(
+    cluster: Cluster, how: str, error: type[Exception], text: str
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(error, match=text) as caught:
+        cluster.run(fail, 2, how, timeout=0.5 if how == "hangs" else 60.0)
+    assert time.monotonic() - begin < 20
     assert "in rank 1:" in str(caught.value.__cause__)
-    assert 'raise KeyError("lost")' in str(caught.value.__cause__)
-
-
-def test_exceptions_can_be_results(cluster: Cluster) -> None:
-    fine, error = cluster.run(fail_in_rank_one, 2, expect_errors=True)
-    assert fine == "fine" and isinstance(error, KeyError)
-
-
-def test_ranks_do_not_wait_for_one_that_failed(cluster: Cluster) -> None:
-    started = time.monotonic()
-    with pytest.raises(KeyError, match="lost"):
-        cluster.run(wait_for_rank_one, 2)
-    assert time.monotonic() - started < 20
-
-
-def test_a_process_that_ends_is_replaced(cluster: Cluster) -> None:
-    with pytest.raises(RankDied, match="exit code 3") as caught:
-        cluster.run(end_rank_one, 2)
-    assert "in rank 1" in str(caught.value.__cause__)
-    assert len(cluster.run(total, 2, 1.0)) == 2
-
-
-def test_a_process_that_hangs_is_replaced(cluster: Cluster) -> None:
-    with pytest.raises(RankDied, match=r"timeout 0.5 s(?s:.*)sleep_in_rank_one"):
-        cluster.run(sleep_in_rank_one, 2, timeout=0.5)
-    assert len(cluster.run(total, 2, 1.0)) == 2
-
-
-def test_warnings_are_errors(cluster: Cluster) -> None:
-    with pytest.raises(UserWarning, match="beware"):
-        cluster.run(warn, 1)
-
-
-def test_an_exception_in_a_thread_is_an_error(cluster: Cluster) -> None:
-    with pytest.raises(RuntimeError, match=r"outside of the function(?s:.*)KeyError: 'lost'"):
-        cluster.run(fail_in_thread, 1)
+    assert how != "raises" or 'raise KeyError("lost")' in str(caught.value.__cause__)
+    # Whoever has ended is replaced; and exceptions can be results.
+    fine, failed = cluster.run(fail, 2, "raises", expect_errors=True)
+    assert fine == "fine" and isinstance(failed, KeyError)

@@ -1,87 +1,125 @@
-"""Broadcast between any devices, alone and coalesced."""
+"""Copies, sums, scatter and gather between any devices, against what torch computes on the CPU."""
 
 from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from dataparallel import comm, devices, virtual
 from dataparallel.comm import local
-from tests.comm_cases import (
-    DTYPES,
-    MIXED,
-    counting_copies,
-    laid_out,
-    make,
-    same,
-)
+
+# The function has the name of its module.
+reference = importlib.import_module("dataparallel.kernels.reference")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+PLACES = {
+    "cpu": ["cpu"] * 4,
+    "virtual": [f"virtual:{i}" for i in range(4)],
+    "mixed": ["virtual:2", "cpu", "virtual:0", "virtual:2", "cpu"],
+}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 4), (), (0, 2)])
-def test_broadcast(slots: list[str], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = make(shape, dtype, slots[1])
-    for slot, copy in zip(slots, comm.broadcast(tensor, slots), strict=True):
-        assert same(copy, tensor, slot)
+@pytest.fixture(params=PLACES)
+def places(request: pytest.FixtureRequest) -> list[str]:
+    return PLACES[request.param]
 
 
-def test_broadcast_to_any_mixture_and_from_anywhere() -> None:
-    for origin in ("cpu", "virtual:0", "virtual:3"):
-        tensor = make((2, 3), torch.float32, origin).requires_grad_()
-        for slot, copy in zip(MIXED, comm.broadcast(tensor, MIXED), strict=True):
-            assert same(copy, tensor.detach(), slot)
+def make(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    values = torch.arange(math.prod(shape)).reshape(tuple(shape)) % 7
+    if dtype.is_complex:
+        return torch.complex(values.float(), -values.float()).to(dtype).to(device)
+    return values.to(dtype).to(device)
+
+
+def laid_out(device: str) -> list[torch.Tensor]:
+    """Tensors whose elements lie in memory in various orders."""
+    base = torch.arange(120.0).reshape(2, 3, 4, 5).to(device)
+    return [
+        base,
+        base.contiguous(memory_format=torch.channels_last),
+        base.permute(3, 0, 2, 1),
+        base[:, :, ::2, 1:3],
+        base[0, 0, 0].expand(6, 5),
+        base[:0],
+        base[0, 0, 0, 0],
+    ]
+
+
+def sparse(values: Sequence[float], indices: Sequence[int]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.tensor([list(indices)]), torch.tensor(list(values)), (5,), check_invariants=True
+    )
+
+
+def in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum in replica order; of floats of 16 bits in float32, rounded once."""
+    dtype = tensors[0].dtype
+    total = tensors[0].float() if dtype.itemsize == 2 else tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total.to(dtype)
+
+
+def same(tensor: torch.Tensor, expected: torch.Tensor, device: str | torch.device) -> bool:
+    return (
+        tensor.device == torch.device(device)
+        and tensor.dtype == expected.dtype
+        and tensor.shape == expected.shape
+        and torch.equal(tensor.cpu(), expected.cpu())
+        and not tensor.requires_grad
+    )
+
+
+@contextlib.contextmanager
+def counting_copies() -> Iterator[list[torch.device]]:
+    made: list[torch.device] = []
+    arrive = local.arrive
+
+    def counted(device: torch.device, *args: Any) -> torch.Tensor:
+        made.append(device)
+        return arrive(device, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "arrive", counted)
+        yield made
+
+
+# --- broadcast -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("origin", ["cpu", "virtual:1"])
+def test_broadcast(places: list[str], origin: str) -> None:
+    tensors = laid_out(origin)
+    tensors += [make(shape, dtype, origin) for dtype in DTYPES for shape in ((3, 4), (), (0, 2))]
+    lazy = make((2, 3), torch.complex64, origin).conj()
+    tensors += [lazy, lazy.imag, torch.ones(2, device=origin, requires_grad=True)]
+    one_by_one = zip(*[comm.broadcast(tensor, places) for tensor in tensors], strict=True)
+    results: list[Any] = [list(one_by_one)]
+    results += [comm.broadcast_coalesced(tensors, places, size) for size in (1, 500, 10485760)]
+    for result in results:
+        for place, copies in zip(places, result, strict=True):
+            others = result[places.index(place)]
+            for copy, other, tensor in zip(copies, others, tensors, strict=True):
+                assert same(copy, tensor.detach(), place)
+                moved = tensor.detach().to("virtual:0" if origin == "cpu" else "cpu")
+                assert copy.stride() == moved.stride() or place == origin
+                assert copy.data_ptr() == other.data_ptr(), "slots of one device share"
+                if place == origin:
+                    assert copy.data_ptr() == tensor.data_ptr()
+                    assert copy.stride() == tensor.stride()
 
 
 def test_devices_are_ints_strings_and_devices() -> None:
-    tensor = make((2,), torch.float32)
-    on_three, on_one, on_cpu = comm.broadcast(tensor, [3, "virtual:1", torch.device("cpu")])
-    assert [str(t.device) for t in (on_three, on_one, on_cpu)] == ["virtual:3", "virtual:1", "cpu"]
-
-
-def test_broadcast_shares_memory_on_one_device() -> None:
-    tensor = torch.zeros(2, device="virtual:1")
-    own, first, second, again = comm.broadcast(
-        tensor, ["virtual:1", "virtual:2", "virtual:2", "virtual:1"]
-    )
-    assert own.data_ptr() == again.data_ptr() == tensor.data_ptr()
-    assert first.data_ptr() == second.data_ptr() != tensor.data_ptr()
-    own.add_(1)
-    assert tensor.tolist() == [1, 1]
-    assert first.tolist() == [0, 0]
-
-
-def test_broadcast_to_all_accelerators() -> None:
-    copies = comm.broadcast(torch.ones(2))
-    assert [copy.device for copy in copies] == list(devices.accelerators())
-
-
-def test_broadcast_refuses_devices_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"'virtual:9' does not exist; .*virtual:0.*cpu"):
-        comm.broadcast(torch.ones(2), ["virtual:9"])
-
-
-@pytest.mark.parametrize("buffer_size", [1, 500, 10485760])
-def test_broadcast_coalesced_keeps_strides_and_order(buffer_size: int) -> None:
-    tensors = laid_out("virtual:1")
-    tensors += [make((4,), dtype, "virtual:1") for dtype in DTYPES]
-    expected = [tensor.to("cpu") for tensor in tensors]
-    devices = ["virtual:0", "cpu", "virtual:1", "virtual:0"]
-    results = comm.broadcast_coalesced(tensors, devices, buffer_size)
-    for device, on_device in zip(devices, results, strict=True):
-        for copy, tensor, moved in zip(on_device, tensors, expected, strict=True):
-            assert same(copy, tensor, device)
-            if copy.device == tensor.device:
-                assert copy.data_ptr() == tensor.data_ptr()
-            else:
-                assert copy.stride() == moved.stride()
-
-
-def test_broadcast_coalesced_on_one_device_shares() -> None:
-    tensors = laid_out("cpu")
-    for replica in comm.broadcast_coalesced(tensors, ["cpu", "cpu"]):
-        for copy, tensor in zip(replica, tensors, strict=True):
-            assert copy.data_ptr() == tensor.data_ptr()
-            assert copy.stride() == tensor.stride()
+    copies = comm.broadcast(torch.ones(2), [3, "virtual:1", torch.device("cpu")])
+    assert [str(copy.device) for copy in copies] == ["virtual:3", "virtual:1", "cpu"]
+    every = [copy.device for copy in comm.broadcast(torch.ones(2))]
+    assert every == list(devices.accelerators())
 
 
 def test_coalesced_results_have_their_own_version_counters() -> None:
@@ -92,15 +130,12 @@ def test_coalesced_results_have_their_own_version_counters() -> None:
     ):
         before = [tensor._version for tensor in results]
         results[0].add_(1)
-        assert [tensor._version for tensor in results[1:]] == before[1:]
-        assert results[0]._version == before[0] + 1
-        assert results[1].tolist() in ([1, 1, 1], [2, 2, 2])
+        assert [tensor._version for tensor in results] == [before[0] + 1, *before[1:]]
 
 
 def test_coalescing_saves_copies() -> None:
-    tensors = [torch.ones(n, device="virtual:0") for n in (3, 4, 5)] + [
-        torch.ones(2, device="virtual:0", dtype=torch.float64)
-    ]
+    tensors = [torch.ones(n, device="virtual:0") for n in (3, 4, 5)]
+    tensors.append(torch.ones(2, device="virtual:0", dtype=torch.float64))
     with counting_copies() as made:
         comm.broadcast_coalesced(tensors, ["virtual:0", "virtual:1", "virtual:2", "virtual:1"])
     assert len(made) == 2 * 2, "one buffer per dtype, to each of two other devices"
@@ -113,21 +148,9 @@ def test_coalescing_saves_copies() -> None:
     assert made == []
 
 
-def test_lazy_conjugation_and_negation() -> None:
-    lazy = make((2, 3), torch.complex64).conj()
-    negative = lazy.imag
-    assert lazy.is_conj()
-    assert negative.is_neg()
-    for tensor in (lazy, negative):
-        values = tensor.resolve_conj().resolve_neg()
-        for copy in comm.broadcast_coalesced([tensor, values, values], ["virtual:0"])[0]:
-            assert torch.equal(copy.cpu(), values)
-        for total in comm.reduce_add_coalesced([[tensor, values], [values, tensor]], "virtual:0"):
-            assert torch.equal(total.cpu(), values * 2)
-
-
 def test_large_tensors_are_not_packed() -> None:
-    tensors = [torch.ones(n, device="virtual:0") for n in (3, local.LARGE_BYTES, 4)]
+    numbers = (3, local.LARGE_BYTES // 4, 4)
+    tensors = [torch.ones(n, device="virtual:0") for n in numbers]
     others = [tensor.to("virtual:1") for tensor in tensors]
     large, small = tensors[1].nbytes, tensors[0].nbytes + tensors[2].nbytes
     virtual.reset_counters()
@@ -141,3 +164,226 @@ def test_large_tensors_are_not_packed() -> None:
     assert [set(total.tolist()) for total in sums] == [{2.0}] * 3
     assert counted["copies_device_to_device"] == 2
     assert counted["allocated_bytes"] == 2 * large + 3 * small
+
+
+# --- sums ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_way_to_a_sum_leads_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
+) -> None:
+    # In parts, as large tensors are.
+    monkeypatch.setattr(reference, "_CHUNK", 1000)
+    terms = [torch.randn(70, 50).to(dtype) * 3**i for i in range(count)]
+    expected = in_order(terms)
+    groups = [["cpu"], ["virtual:1"], PLACES["virtual"], ["virtual:2", "cpu"], PLACES["mixed"]]
+    for group in groups:
+        rows = [term.to(group[i % len(group)]).requires_grad_() for i, term in enumerate(terms)]
+        for destination in ("cpu", "virtual:0", "virtual:2", None):
+            target = group[0] if destination is None else destination
+            assert same(comm.reduce_add(rows, destination), expected, target)
+            pairs = [[term, term[:7]] for term in rows]
+            whole, part = comm.reduce_add_coalesced(pairs, destination)
+            assert same(whole, expected, target) and same(part, expected[:7], target)
+        assert all(torch.equal(row.cpu(), term) for row, term in zip(rows, terms, strict=True))
+    turned = [term.mT for term in terms]
+    assert same(comm.reduce_add(turned), expected.mT, "cpu")
+    mixed = [turned[0], *(term.contiguous() for term in turned[1:])]
+    assert same(comm.reduce_add(mixed), expected.mT, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_a_sum_takes_the_memory_of_the_first_copy(dtype: torch.dtype) -> None:
+    here, there = (make((20, 30), dtype, f"virtual:{i}") for i in range(2))
+    for first, second, num_made in ((here, there, 2), (there, here, 1)):
+        virtual.reset_counters()
+        comm.reduce_add([first, second], "virtual:0")
+        assert virtual.counters()["allocated_bytes"] == num_made * here.nbytes
+
+
+@pytest.mark.parametrize("destination", ["virtual:0", "virtual:2", "cpu"])
+def test_a_sum_is_laid_out_as_torch_does(destination: str) -> None:
+    """The first term decides, in one call for all, too; so for expanded and lazy ones."""
+    lazy = make((2, 3), torch.complex64).conj()
+    firsts = [*laid_out("cpu"), lazy, lazy.imag]
+    for make_second in (torch.Tensor.contiguous, lambda t: t.mT.contiguous().mT):
+        seconds = [first.clone() if first.dim() < 2 else make_second(first) for first in firsts]
+        rows = [[first.to("virtual:0") for first in firsts], [t.to("virtual:1") for t in seconds]]
+        sums = comm.reduce_add_coalesced(rows, destination)
+        for total, first, second in zip(sums, rows[0], seconds, strict=True):
+            expected = first + second.to("virtual:0")
+            assert same(total, expected, destination)
+            alone = comm.reduce_add([first, second.to("virtual:1")], destination)
+            assert same(alone, expected, destination)
+            if destination == "virtual:0":
+                assert alone.stride() == total.stride() == expected.stride()
+            assert not total.is_conj() and not total.is_neg()
+
+
+def test_a_sum_of_one_is_that_input() -> None:
+    tensor = torch.ones(3, device="virtual:1")
+    assert comm.reduce_add([tensor]) is tensor
+    assert same(comm.reduce_add([tensor], "cpu"), tensor, "cpu")
+    assert not comm.reduce_add([torch.ones(2, requires_grad=True)]).requires_grad
+    assert comm.reduce_add_coalesced([[], []]) == ()
+    assert comm.broadcast_coalesced([], ["cpu", "virtual:1"]) == [[], []]
+
+
+def test_sparse_tensors() -> None:
+    replicas = [
+        [torch.ones(2), sparse([1.0, 2.0], [0, 3]), sparse([1.0], [2])],
+        [torch.ones(2), sparse([5.0], [3]), torch.ones(5)],
+    ]
+    dense, both, mixed = comm.reduce_add_coalesced(replicas, "cpu")
+    assert dense.tolist() == [2, 2]
+    assert both.layout == torch.sparse_coo
+    assert both.to_dense().tolist() == [1, 0, 0, 7, 0]
+    assert mixed.tolist() == [1, 1, 2, 1, 1]
+    assert replicas[0][1].to_dense().tolist() == [1, 0, 0, 2, 0]
+    # Between devices the entries of one index keep the order in which they are added.
+    inputs = [sparse([1.0, 2.0], [3, 3]), sparse([5.0], [3])]
+    total = comm.reduce_add([t.to(f"virtual:{i}") for i, t in enumerate(inputs)], "virtual:0")
+    expected = inputs[0] + inputs[1]
+    assert total.layout == torch.sparse_coo
+    assert torch.equal(total._indices().cpu(), expected._indices())
+    assert torch.equal(total._values().cpu(), expected._values())
+    # Copied, divided and put together.
+    tensor = sparse([1.0, 2.0, 3.0], [0, 3, 4])
+    _, (_, copy) = comm.broadcast_coalesced([torch.ones(2), tensor], ["cpu", "virtual:1"])
+    assert copy.to_dense().tolist() == [1, 0, 0, 2, 3]
+    for slots in (["cpu", "cpu"], ["virtual:0", "virtual:1"]):
+        chunks = comm.scatter(tensor, slots)
+        assert [chunk.to_dense().tolist() for chunk in chunks] == [[1, 0, 0], [2, 3]]
+        assert comm.gather(chunks, 0, "cpu").to_dense().tolist() == [1, 0, 0, 2, 3]
+
+
+# --- scatter and gather ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 8, 9, 17])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_scatter_divides_as_torch_chunk(places: list[str], size: int, dim: int) -> None:
+    shape = [2, 3, 4]
+    shape[dim] = size
+    tensor = torch.randn(shape)
+    expected = tensor.chunk(len(places), dim) if size else (tensor,)
+    for origin in ("cpu", places[1]):
+        chunks = comm.scatter(tensor.to(origin), places, dim=dim)
+        assert len(chunks) == len(expected)
+        for chunk, model, place in zip(chunks, expected, places, strict=False):
+            assert same(chunk, model, place)
+        assert torch.equal(comm.gather(chunks, dim, origin).cpu(), tensor)
+
+
+def test_scatter_by_chunk_sizes(slots: list[str]) -> None:
+    tensor = torch.randn(2, 9)
+    chunks = comm.scatter(tensor, slots, [4, 0, 3, 2], dim=1)
+    for chunk, model, slot in zip(chunks, torch.split(tensor, [4, 0, 3, 2], 1), slots, strict=True):
+        assert same(chunk, model, slot)
+
+
+def test_gather_is_as_torch_cat(slots: list[str]) -> None:
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    parts = [image.to(slots[0]), image.double().to(slots[1])]
+    expected = torch.cat([image, image.double()])
+    for destination in ("cpu", slots[1], "virtual:3"):
+        gathered = comm.gather(parts, 0, destination)
+        assert same(gathered, expected, destination)
+        assert gathered.stride() == expected.stride()
+    scalars = [torch.tensor(float(i), device=slot) for i, slot in enumerate(slots)]
+    assert same(comm.gather(scalars, 0, -1), torch.arange(4.0), "cpu")
+
+
+ONES = torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (comm.broadcast, [ONES, ["virtual:9"]], r"'virtual:9' does not exist; .*virtual:0.*cpu"),
+        (
+            comm.broadcast_coalesced,
+            [[ONES, ONES.to("meta")], ["cpu"]],
+            "must be on one device, .* cpu, meta",
+        ),
+        (comm.reduce_add, [[]], r"as many tensors, but the replicas give \[\]"),
+        (
+            comm.reduce_add,
+            [[ONES, ONES[:3], ONES]],
+            r"input 0 is torch.float32 \(4, 2\) and input 1 torch.float32 \(3, 2\)",
+        ),
+        (comm.reduce_add, [[ONES, ONES.double()]], r"input 1 torch.float64 \(4, 2\)"),
+        (comm.reduce_add, [[ONES] * 2, "virtual:7"], r"'virtual:7' does not exist; .*virtual:3"),
+        (comm.reduce_add_coalesced, [[[ONES], [ONES] * 2]], r"the replicas give \[1, 2\]"),
+        (comm.scatter, [ONES, ["cpu"], None, 2], r"dim 2 is out of range .*\(4, 2\).* -2 to 1"),
+        (comm.scatter, [ONES[0, 0], ["cpu"]], r"dim 0 is out of range .*no dimension"),
+        (comm.scatter, [ONES, ["cpu"] * 2, [1, 2]], r"has 4 along dim 0, but got \(1, 2\)"),
+        (comm.scatter, [ONES, ["cpu"] * 2, [5, -1]], r"but got \(5, -1\)"),
+        (comm.scatter, [ONES, ["cpu"] * 2, [4]], r"each of the 2 devices .* \(4,\)"),
+        (comm.gather, [[]], "at least one tensor"),
+        (comm.gather, [[ONES, ONES[:, :1]]], r"tensor 1 has shape \(4, 1\) and .* \(4, 2\)"),
+        (comm.gather, [[ONES, ONES[0]]], r"tensor 1 has shape \(2,\) and"),
+        (comm.gather, [[ONES], 3], "dim 3 is out of range"),
+        (comm.gather, [[ONES], 0, "virtual:8"], "'virtual:8' does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, arguments: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+
+def queued_work(device: str) -> torch.Tensor:
+    """Ones that the current stream of a device still has to compute, in strict mode."""
+    return torch.zeros(1000, device=device) + 1
+
+
+def values(tensor: torch.Tensor) -> set[float]:
+    return set(tensor.tolist())
+
+
+def test_a_copy_follows_the_work_before_it_and_precedes_the_work_after_it() -> None:
+    with virtual.strict_mode():
+        for source in (queued_work("virtual:0"), torch.ones(1000).pin_memory()):
+            (copy,) = comm.broadcast(source, ["virtual:1"])
+            tripled = copy * 3
+            # It may be freed before the work that uses it.
+            devices.wait_stream(None, devices.copy_stream(copy.device))
+            del copy
+            assert values(tripled) == {3}
+
+
+def test_sources_may_be_freed_at_once() -> None:
+    with virtual.strict_mode():
+        parts = [queued_work(f"virtual:{i}") for i in (1, 2, 3)]
+        gathered = comm.gather(parts, destination="virtual:1")
+        total = comm.reduce_add(parts, "virtual:2")
+        del parts
+        for index in (1, 2, 3):
+            torch.empty(1000, device=f"virtual:{index}").fill_(7)
+        # A part on the destination is computed before it is gathered.
+        devices.wait_stream(None, devices.copy_stream(gathered.device))
+        assert values(gathered) == {1}
+        assert values(total) == {3}
+
+
+def test_the_host_waits_only_for_memory_that_it_may_change() -> None:
+    with virtual.strict_mode():
+        comm.broadcast(queued_work("virtual:0"), ["virtual:1"])
+        assert virtual.pending("virtual:0") > 0
+        comm.gather([queued_work("virtual:0"), queued_work("virtual:1")])
+        assert virtual.pending("virtual:0") > 0
+        pinned = torch.ones(1000).pin_memory()
+        chunks = comm.scatter(pinned, ["virtual:2", "virtual:3"])
+        assert virtual.pending("virtual:2") > 0
+        assert virtual.pending("virtual:3") > 0
+        pageable = torch.ones(1000)
+        late = comm.scatter(pageable, ["virtual:2", "virtual:3"])
+        pageable.zero_()
+        assert [values(chunk) for chunk in (*chunks, *late)] == [{1}] * 4

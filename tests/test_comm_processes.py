@@ -1,28 +1,28 @@
-"""Collectives of links between processes: results as those of torch, on any device."""
+"""Links between processes: results as those of torch; failures say who is missing."""
 
 from __future__ import annotations
 
+import _thread
+import datetime
+import os
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
+from dataparallel import virtual
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, failures_of
 from dataparallel.comm.link import ProcessLink
-from tests.cluster import Cluster
+from tests.cluster import Cluster, free_port
+from tests.process_groups import new_group
 
-Numbers = list[Any]
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.complex64,
-]
+INTEGERS = [torch.int8, torch.int32, torch.int64]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [*INTEGERS, *FLOATS, torch.complex64]
 
 
 def random(rank: int, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -35,139 +35,441 @@ def random(rank: int, *size: int, dtype: torch.dtype = torch.float32) -> torch.T
 # --- results ---------------------------------------------------------------------------------
 
 
-def reduce_both_ways(rank: int, world_size: int) -> Numbers:
+def reduce_both_ways(rank: int, world_size: int) -> int:
     link = ProcessLink(purpose="test")
-    results = []
     for dtype in DTYPES:
         for op in ("sum",) if dtype.is_complex else ("sum", "product", "min", "max"):
             ours = random(rank, 7, 5, dtype=dtype)
             theirs = ours.clone()
             dist.all_reduce(theirs, getattr(dist.ReduceOp, op.upper()))
             link.all_reduce(ours, op=op, what="numbers").wait()
-            results.append((dtype, op, ours.equal(theirs)))
+            assert ours.equal(theirs), (dtype, op)
+    # Memory formats may differ between processes: here every second column, in one transposed.
+    whole = torch.arange(24.0).view(2, 3, 4)
+    mine = whole[:, :, ::2]
+    if rank == 1:
+        mine = mine.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    leaf = torch.ones(2, requires_grad=True)
+    for tensor in (mine, leaf, torch.empty(0, 3)):
+        link.all_reduce(tensor, what="columns").wait()
+    assert mine.equal(torch.arange(24.0).view(2, 3, 4)[:, :, ::2] * world_size)
+    assert whole[:, :, 1].equal(torch.arange(24.0).view(2, 3, 4)[:, :, 1])
+    assert leaf.tolist() == [world_size] * 2
+    # Values of all kinds, by rank.
+    value = {"rank": rank, "names": ["gewöhnlich"] * rank, "none": None}
+    found = link.all_gather_json(value, what="names")
+    assert found == [{**value, "rank": r, "names": ["gewöhnlich"] * r} for r in range(world_size)]
+    assert link.launched["all_gather"] == 2
     link.close()
-    return results
+    return link.launched.total()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_reduce_is_that_of_torch(cluster: Cluster, world_size: int) -> None:
-    for results in cluster.run(reduce_both_ways, world_size):
-        assert len(results) == 4 * len(DTYPES) - 3
-        assert not [(dtype, op) for dtype, op, same in results if not same]
+    assert cluster.run(reduce_both_ways, world_size) == [7 * 4 + 1 + 3 + 2] * world_size
 
 
-def move_everything(rank: int, world_size: int, device: str) -> Numbers:
-    link = ProcessLink(purpose="test")
-    right = []
-    for dtype in (*DTYPES, torch.bool):
-        for shape in ((4, 3), (), (0,)):
-            expected = [random(r, *shape).to(dtype) for r in range(world_size)]
-            mine = expected[rank].to(device, copy=True)
-            found = link.all_gather(mine, what="numbers")
-            right.append(mine.cpu().flatten().equal(expected[rank].flatten()))
-            expected.append(random(10 + 1, *shape).to(dtype))
-            found.append(random(10 + rank, *shape).to(dtype).to(device))
-            link.broadcast(found[-1], 1, what="numbers").wait()
-            for part, value in zip(found, expected, strict=True):
-                right.append(part.dtype == dtype and part.shape == value.shape)
-                right.append(part.device == mine.device)
-                right.append(part.cpu().flatten().tolist() == value.flatten().tolist())
-    link.close()
-    return right
-
-
-@pytest.mark.parametrize("device", ["cpu", "virtual:2"])
-def test_broadcast_and_all_gather_move_any_type(cluster: Cluster, device: str) -> None:
-    for right in cluster.run(move_everything, 2, device, virtual=device != "cpu"):
-        assert len(right) == 9 * 3 * 10 and all(right)
-
-
-def reduce_in_memory_formats(rank: int, world_size: int) -> list[list[float]]:
-    link = ProcessLink(purpose="test")
-    whole = torch.arange(24.0).view(2, 3, 4)
-    # One process has the transposed of what the other has, and only every second column.
-    column = whole[:, :, ::2]
-    mine = column if rank == 0 else column.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    link.all_reduce(mine, what="columns").wait()
-    empty = torch.empty(0, 3)
-    link.all_reduce(empty, what="nothing").wait()
-    leaf = torch.ones(2, requires_grad=True)
-    link.all_reduce(leaf, what="a leaf").wait()
-    link.close()
-    return [mine.flatten().tolist(), whole[:, :, 1].flatten().tolist(), leaf.tolist()]
-
-
-def test_memory_formats_may_differ_between_processes(cluster: Cluster) -> None:
-    whole = torch.arange(24.0).view(2, 3, 4)
-    for columns, untouched, leaf in cluster.run(reduce_in_memory_formats, 2):
-        assert columns == (2 * whole[:, :, ::2]).flatten().tolist()
-        assert untouched == whole[:, :, 1].flatten().tolist()
-        assert leaf == [2.0, 2.0]
-
-
-def sparse_part(rank: int) -> torch.Tensor:
-    indices = torch.tensor([[rank, 3, 3], [0, 1, 1]])
-    values = torch.tensor([1.0, 2.0, 3.0])
+def sparse_part(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    indices = torch.tensor([[rank, 3, 3, 4]])
+    values = torch.tensor([[1, 2], [100, 3], [100, 0], [0, 0]]).to(dtype)
     with torch.sparse.check_sparse_tensor_invariants():
         return torch.sparse_coo_tensor(indices, values, (5, 2))
 
 
-def reduce_sparse(rank: int, world_size: int) -> Numbers:
+def reduce_sparse(rank: int, world_size: int) -> None:
     link = ProcessLink(purpose="test")
-    ours, leaf = sparse_part(rank), sparse_part(rank).requires_grad_()
-    link.all_reduce(ours, what="embedding.weight").wait()
-    link.all_reduce(leaf, what="a leaf").wait()
+    parts = [sparse_part(r, torch.int64).to_dense() for r in range(world_size)]
+    exact = torch.stack(parts).sum(0)
+    for dtype in FLOATS:
+        for needs_grad in (False, True):
+            mine = sparse_part(rank, dtype).requires_grad_(needs_grad)
+            link.all_reduce(mine, what="embedding.weight").wait()
+            assert mine.dtype == dtype and mine.is_coalesced()
+            assert mine.detach().to_dense().equal(exact.to(dtype)), dtype
     link.close()
-    coalesced = ours.is_coalesced() and leaf.is_coalesced()
-    return [coalesced, ours.to_dense(), leaf.detach().to_dense()]
 
 
 def test_sparse_tensors_are_added_and_coalesced(cluster: Cluster) -> None:
-    expected = torch.stack([sparse_part(rank).to_dense() for rank in range(3)]).sum(0)
-    for coalesced, total, leaf in cluster.run(reduce_sparse, 3):
-        assert coalesced and total.equal(expected) and leaf.equal(expected)
+    cluster.run(reduce_sparse, 3)
 
 
-def gather_values(rank: int, world_size: int) -> list[Any]:
+def move_everything(rank: int, world_size: int, device: str) -> None:
     link = ProcessLink(purpose="test")
-    values = link.all_gather_json(
-        {"rank": rank, "names": ["gewöhnlich"] * rank, "none": None}, what="names"
-    )
+    for dtype in (*DTYPES, torch.bool):
+        for shape in ((4, 3), (), (0,)):
+            values = [random(r, *shape).to(dtype) for r in range(world_size)]
+            mine = values[rank].to(device, copy=True)
+            found = link.all_gather(mine, what="numbers")
+            assert mine.cpu().equal(values[rank])
+            link.broadcast(mine, 1, what="numbers").wait()
+            for part, value in zip([*found, mine], [*values, values[1]], strict=True):
+                assert part.device == torch.device(device) and part.cpu().equal(value)
+    if device != "cpu":
+        # Queued work before and after, on the stream that the caller uses.
+        for strict in (False, True):
+            with virtual.strict_mode(strict):
+                for dtype in (torch.float32, torch.bfloat16, torch.int32):
+                    mine = random(rank, 6, 2, dtype=dtype).to(device).mul_(2)
+                    link.all_reduce(mine, what="numbers").wait()
+                    mine.add_(1)
+                    first, second = (2 * random(r, 6, 2, dtype=dtype) for r in (0, 1))
+                    assert mine.cpu().equal(first + second + 1)
     link.close()
-    return [values, dict(link.launched)]
 
 
-def test_all_gather_json(cluster: Cluster) -> None:
-    expected = [{"rank": r, "names": ["gewöhnlich"] * r, "none": None} for r in range(3)]
-    for values, launched in cluster.run(gather_values, 3):
-        assert values == expected
-        assert launched == {"all_gather": 2}
+@pytest.mark.parametrize("device", ["cpu", "virtual:2"])
+def test_broadcast_and_all_gather_move_any_type(cluster: Cluster, device: str) -> None:
+    cluster.run(move_everything, 2, device, virtual=device != "cpu")
 
 
-# --- devices that the backend cannot take ----------------------------------------------------
+# --- links and their groups ------------------------------------------------------------------
 
 
-def reduce_staged(rank: int, world_size: int, strict: bool) -> Numbers:
-    from dataparallel import virtual
-
+def reduce_several(rank: int, world_size: int) -> list[Any]:
     link = ProcessLink(purpose="test")
-    found: Numbers = []
-    with virtual.strict_mode(strict):
-        for dtype in (torch.float32, torch.bfloat16, torch.int32):
-            mine = random(rank, 6, 2, dtype=dtype).to("virtual:1")
-            # Queued work before and after, on the stream that the caller uses.
-            mine.mul_(2)
-            pending = link.all_reduce(mine, what="numbers")
-            pending.wait()
-            mine.add_(1)
-            found.append(mine.cpu())
+    if rank == 1:
+        time.sleep(0.2)
+    tensors = [torch.full((3,), float(i)) for i in range(8)]
+    pending = [link.all_reduce(tensor, what=f"bucket {i}") for i, tensor in enumerate(tensors)]
+    before = rank == 1 or not any(one.done() for one in pending)
+    for one in reversed(pending):
+        one.wait()
+        one.wait()
+    found = [before, all(one.done() for one in pending), [tensor[0].item() for tensor in tensors]]
+    link.broadcast(tensors[0], 0, what="buffers").wait()
+    found += [dict(link.launched), pending[2].where, link.name, link.broken]
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    failing: Any = future
+    failing.set_exception(KeyError("lost"))
+    with pytest.raises(KeyError, match="lost"):
+        link.wait_for(future, what="the hook of bucket 0")
+    link.close()
+    return [*found, link.broken]
+
+
+def test_several_are_in_flight_and_counted(cluster: Cluster) -> None:
+    for found in cluster.run(reduce_several, 2):
+        assert found == [
+            True,
+            True,
+            [2.0 * i for i in range(8)],
+            {"all_reduce": 8, "broadcast": 1},
+            "all_reduce of bucket 2 (collective 3) for 'test'",
+            "test/1.1.1",
+            "",
+            "it was closed",
+        ]
+
+
+def links_over_groups(rank: int, world_size: int) -> list[Any]:
+    """Links over groups that overlap, made again and again; one rank has one more group."""
+    groups: list[Any] = [dist.group.WORLD, new_group([0, 1]), new_group([1, 2])]
+    if rank == 2:
+        new_group([2], use_local_synchronization=True)
+    found, links = [], []
+    for _ in range(5):
+        for number, group in enumerate(groups):
+            if isinstance(group, dist.ProcessGroup):
+                link = ProcessLink(group, purpose="test", timeout=5)
+                tensor = torch.tensor([float(rank)])
+                link.all_reduce(tensor, what="ranks").wait()
+                links.append(link)
+                found.append((number, link.rank, link.world_size, tensor.item(), link.name))
+            else:
+                text = f"rank {rank} is not a member of the process group"
+                with pytest.raises(ValueError, match=text):
+                    ProcessLink(group, purpose="test")
+    for link in links:
+        link.close()
+    return found
+
+
+def test_links_over_overlapping_groups(cluster: Cluster) -> None:
+    for rank, found in enumerate(cluster.run(links_over_groups, 3)):
+        expected = []
+        for number, members in enumerate([[0, 1, 2], [0, 1], [1, 2]]):
+            if rank in members:
+                sizes = len(members), float(sum(members))
+                expected.append((number, members.index(rank), *sizes))
+        names = [f"test/1.1.{i + 1}" for i in range(5)]
+        assert found == [(*each, name) for name in names for each in expected]
+
+
+def swap_links(rank: int, world_size: int) -> list[float]:
+    sums, control = ProcessLink(purpose="reducer"), ProcessLink(purpose="control")
+    one, thousand = torch.tensor(1.0), torch.tensor(1000.0)
+    calls = [(sums, one), (control, thousand)]
+    pending = [link.all_reduce(tensor, what="sum") for link, tensor in calls[:: 1 - 2 * rank]]
+    for collective in pending:
+        collective.wait()
+    sums.close()
+    control.close()
+    return [one.item(), thousand.item()]
+
+
+def test_links_do_not_mix(cluster: Cluster) -> None:
+    assert cluster.run(swap_links, 2) == [[2.0, 2000.0]] * 2
+
+
+def limits_of_groups(rank: int, world_size: int) -> list[float]:
+    """Of links over the default group, over one of the user's, and with a limit of their own."""
+    short = new_group(timeout=datetime.timedelta(seconds=2))
+    links = [ProcessLink(purpose="test"), ProcessLink(short, purpose="test")]
+    links += [ProcessLink(short, purpose="test", timeout=7)]
+    with pytest.raises(ValueError, match="timeout is a positive number of seconds, but got 0"):
+        ProcessLink(purpose="test", timeout=0)
+    for link in links:
+        link.close()
+    return [link.timeout for link in links]
+
+
+def test_the_default_limit_is_that_of_the_group(cluster: Cluster) -> None:
+    assert cluster.run(limits_of_groups, 2, timeout=45) == [[45.0, 2.0, 7.0]] * 2
+
+
+def use_closed(rank: int, world_size: int) -> None:
+    for destroyed in (False, True):
+        link = ProcessLink(purpose="test")
+        if destroyed:
+            dist.destroy_process_group()
+        link.close()
+        text = "^the link for 'test.*' is broken; make a new one in every .*it was closed$"
+        with pytest.raises(CollectiveError, match=text):
+            link.all_reduce(torch.ones(2), what="numbers")
+    with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group\(\) first"):
+        ProcessLink(purpose="test")
+
+
+def test_a_closed_link_says_so(cluster: Cluster) -> None:
+    cluster.run(use_closed, 2)
+
+
+# --- failures --------------------------------------------------------------------------------
+
+
+def miss_a_collective(rank: int, world_size: int, missing: int) -> list[Any]:
+    link = ProcessLink(purpose="reducer", timeout=0.4)
+    link.broadcast(torch.ones(2), 0, what="buffers").wait()
+    found: list[Any] = []
+    if rank == missing:
+        time.sleep(1.5)
+    else:
+        started = time.monotonic()
+        pending = [link.all_reduce(torch.ones(2), what=f"bucket {i}") for i in range(3)]
+        calls = [one.wait for one in pending]
+        for call in [*calls, lambda: link.all_reduce(torch.ones(2), what="bucket 3")]:
+            with pytest.raises((CollectiveTimeout, CollectiveError)) as caught:
+                call()
+            found.append(caught.value)
+        # The timeout, the exchange of reports, and nothing for what follows.
+        assert time.monotonic() - started < 2.5
+        assert link.launched == {"broadcast": 1, "all_reduce": 3}
     link.close()
     return found
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_other_devices_are_staged_through_the_host(cluster: Cluster, strict: bool) -> None:
-    results = cluster.run(reduce_staged, 2, strict, virtual=True)
-    for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.int32)):
-        expected = sum(2 * random(rank, 6, 2, dtype=dtype) for rank in range(2)) + 1
-        assert results[0][i].equal(expected) and results[1][i].equal(expected)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_timeout_says_who_is_missing(cluster: Cluster, missing: int) -> None:
+    results = cluster.run(miss_a_collective, 3, missing)
+    for rank, errors in enumerate(results):
+        if rank == missing:
+            continue
+        assert [type(error) for error in errors] == [CollectiveTimeout] + [CollectiveError] * 3
+        text = str(errors[0])
+        assert text.startswith(
+            f"rank {rank}: all_reduce of bucket 0 (collective 2) for 'reducer' over 3 processes did"
+            " not complete within 0.4"
+        ), text
+        assert f"rank {missing} did not come" in text
+        assert f"rank {3 - rank - missing} came and " in text
+        assert "raise the timeout" in text
+        for error in errors[1:]:
+            assert "make a new one in every process" in str(error)
+            assert text in str(error)
+
+
+def differ(rank: int, world_size: int, kind: str) -> str:
+    """Two ranks that do not do the same; what each catches, or nothing."""
+    link = ProcessLink(purpose="reducer", timeout=0.5)
+    # Those of two wrappers have one purpose.
+    other = ProcessLink(purpose=kind if kind == "control" else "reducer", timeout=0.5)
+    try:
+        if kind == "late":
+            time.sleep(0.7 * rank)
+            link.all_reduce(torch.ones(2), what="numbers").wait()
+        elif rank == 0:
+            link.all_reduce(torch.ones(2), what="numbers").wait()
+        elif kind == "order":
+            link.all_gather(torch.ones(2), what="the usage map")
+            link.all_gather(torch.ones(2), what="the usage map, again")
+        else:
+            other.all_reduce(torch.ones(2), what="numbers").wait()
+        return ""
+    except (CollectiveTimeout, CollectiveError) as error:
+        return str(error)
+    finally:
+        link.close()
+        other.close()
+
+
+AT_0 = "rank 0 is at all_reduce of numbers (collective 1) for 'reducer'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        ("order", ("rank 1 is at all_gather of the usage map", AT_0)),
+        ("control", ("rank 1 is at all_reduce of numbers (collective 1) for 'control'", AT_0)),
+        ("wrapper", ("rank 1 is at all_reduce of numbers (collective 1) for 'reducer 2'", AT_0)),
+        ("late", ("rank 1 ", "rank 0 came and gave up")),
+    ],
+)
+def test_a_timeout_says_where_the_others_are(
+    cluster: Cluster, kind: str, texts: tuple[str, str]
+) -> None:
+    found = cluster.run(differ, 2, kind)
+    assert any(found)
+    # In another order, one of the two may get a result.
+    assert all(
+        text in got for got, text in zip(found, texts, strict=True) if got or kind != "order"
+    )
+
+
+def make_alone(rank: int, world_size: int, late: bool) -> str:
+    """Rank 1 makes another link than the others, or comes when they have given up."""
+    text = ""
+    if rank == 1 and late:
+        time.sleep(0.8)
+    else:
+        with pytest.raises(CollectiveTimeout) as caught:
+            purpose, timeout = ("other", 30) if rank == 1 else ("reducer", 0.5)
+            ProcessLink(purpose=purpose, timeout=timeout)
+        text = str(caught.value)
+    # However many were made before, and whoever has failed: these meet.
+    link = ProcessLink(purpose="control", timeout=5)
+    link.all_reduce(torch.ones(1), what="flag").wait()
+    link.close()
+    return text
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_link_that_a_process_does_not_make(cluster: Cluster, late: bool) -> None:
+    results = cluster.run(make_alone, 3, late)
+    making = "the making of the process group"
+    for rank in (0, 2):
+        text = f"rank {rank}: {making} 'reducer' over 3 processes did not complete within "
+        assert results[rank].startswith(text)
+        why = "rank 1 did not come" if late else f"rank 1 is at {making} 'other'"
+        assert why in results[rank]
+        assert f"rank {2 - rank} came and gave up" in results[rank]
+    assert late or f"rank 0 is at {making} 'reducer'" in results[1]
+
+
+def make_anew_alone(rank: int, world_size: int) -> float:
+    """Rank 1 makes a new link, and closes the one over which rank 0 waits, in two threads."""
+    link = ProcessLink(purpose="test", timeout=20)
+    if rank == 1:
+        threading.Timer(0.2, link.close).start()
+    else:
+        texts: list[str] = []
+
+        def wait_in_thread() -> None:
+            future: torch.futures.Future[int] = torch.futures.Future()
+            with pytest.raises(CollectiveError) as caught:
+                link.wait_for(future, what="the hook of bucket 2")
+            texts.append(str(caught.value))
+
+        thread = threading.Thread(target=wait_in_thread)
+        thread.start()
+        with pytest.raises(CollectiveError, match=r"collective 1.*rank 1 did not come"):
+            link.all_reduce(torch.ones(1), what="numbers").wait()
+        thread.join(5)
+        assert texts[0].startswith("the link for 'test' is broken")
+        assert "all_reduce of numbers (collective 1)" in texts[0]
+    again = ProcessLink(purpose="test", timeout=20)
+    total = torch.ones(1)
+    again.all_reduce(total, what="numbers").wait()
+    again.close()
+    return total.item()
+
+
+def test_who_makes_a_new_link_does_not_hear_that_the_old_one_broke(cluster: Cluster) -> None:
+    assert cluster.run(make_anew_alone, 2) == [2.0, 2.0]
+
+
+def await_nothing(rank: int, world_size: int) -> str:
+    link = ProcessLink(purpose="reducer", timeout=0.4)
+    future: torch.futures.Future[int] = torch.futures.Future()
+    if rank == 1:
+        future.set_result(3)
+        assert link.wait_for(future, what="the hook of bucket 2") == 3
+        return ""
+    with pytest.raises(CollectiveTimeout) as caught:
+        link.wait_for(future, what="the hook of bucket 2")
+    link.close()
+    return str(caught.value)
+
+
+def test_a_future_that_nobody_completes(cluster: Cluster) -> None:
+    text, _ = cluster.run(await_nothing, 2)
+    assert "rank 0: the wait for the hook of bucket 2 over 2 processes" in text
+    assert "rank 1 did not come" in text
+
+
+def interrupt_a_wait(rank: int, world_size: int) -> float:
+    link = ProcessLink(purpose="reducer", timeout=30)
+    tensor = torch.ones(2)
+    if rank == 1:
+        time.sleep(0.8)
+    pending = link.all_reduce(tensor, what="bucket 0")
+    if rank == 0:
+        started = time.monotonic()
+        threading.Timer(0.1, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        assert time.monotonic() - started < 0.7
+    pending.wait()
+    link.close()
+    return tensor[0].item()
+
+
+def test_a_wait_can_be_interrupted_and_repeated(cluster: Cluster) -> None:
+    assert cluster.run(interrupt_a_wait, 2) == [2.0, 2.0]
+
+
+def lose_the_store(rank: int, world_size: int, port: int) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    link = ProcessLink(purpose="reducer", timeout=30)
+    link.all_reduce(torch.ones(2), what="bucket 0").wait()
+    if rank == 0:
+        os._exit(7)
+    started = time.monotonic()
+    with pytest.raises(CollectiveError, match="the store of the process group did not answer"):
+        link.all_reduce(torch.ones(2), what="bucket 1").wait()
+    assert time.monotonic() - started < 8
+    link.close()
+    dist.destroy_process_group()
+
+
+def test_a_store_that_is_gone_is_told(cluster: Cluster) -> None:
+    results: list[Any] = cluster.run(
+        lose_the_store, 2, free_port(), init_group=False, expect_errors=True
+    )
+    assert results[1] is None and "exit code 7" in str(results[0])
+
+
+def ask_behind_a_request_that_is_stuck(rank: int, world_size: int) -> int:
+    assert dist.group.WORLD is not None
+    failures, stuck = failures_of(dist.group.WORLD), threading.Event()
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(CollectiveTimeout, match=r"\(no answer within 0.2 s\)"):
+            failures.ask(lambda store: stuck.wait(20), 0.2)
+    assert time.monotonic() - started < 5
+    stuck.set()
+    return failures.ask(lambda store: 5, 20.0)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(cluster: Cluster) -> None:
+    assert cluster.run(ask_behind_a_request_that_is_stuck, 1) == [5]

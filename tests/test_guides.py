@@ -75,7 +75,7 @@ def test_two_machines(number: int, tmp_path: pathlib.Path, monkeypatch: pytest.M
     partition.require()
     (tmp_path / "train.py").write_text(script())
     command = commands()[number]
-    told = partition.run(train, 2, command, tmp_path, timeout=150)
+    told = partition.run(train, command, tmp_path, timeout=150)
     for rank, text in enumerate(told):
         assert re.fullmatch(rf"rank {rank} of 2: 2 replicas, loss \d\.\d{{4}}\n", text), text
 
@@ -108,7 +108,7 @@ def test_a_machine_that_fails(tmp_path: pathlib.Path) -> None:
     text = endless.replace("sampler.set_epoch(epoch)", "open('stepped', 'w').close()")
     assert text != endless != script()
     (tmp_path / "train.py").write_text(text)
-    printed, _ = partition.run(lose_a_machine, 2, commands()[0], tmp_path, timeout=150)
+    printed, _ = partition.run(lose_a_machine, commands()[0], tmp_path, timeout=150)
     # What rank 0 was about to do differs from time to time.
     assert re.search(r"CollectiveError: rank 0\b.* rank 1 \(process \d+ on .*\) has ended", printed)
     assert "failed (exitcode: 1)" in printed

@@ -205,15 +205,8 @@ def test_injections(
         ("contaminated weights", max(c for c, _ in found)),
         ("injections not named (rank, replica, parameter)", max(u for _, u in found)),
     ):
-        figures.record(
-            goal=10,
-            what=f"{what}, {action}, {'views' if view else 'stolen'}",
-            value=number,
-            unit="",
-            limit=0,
-            repeats=times,
-            baseline="all weights NaN, on all ranks",
-        )
+        case = f"{what}, {action}, {'views' if view else 'stolen'}"
+        figures.record(case, number, "", 0, repeats=times)
 
 
 # --- what is decided when, and what is named -------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dataparallel as dp
-from tests.comm_cases import in_order
+from tests.test_comm import in_order
 
 
 class SometimesUsed(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,19 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
 from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm.link import Pending
-from dataparallel.reducer.exchange import Vote
 from dataparallel.reducer.verify import ReplicaMismatch
 from tests.cluster import Cluster
 from tests.models import assert_all_close, grads_of
 from tests.process_groups import new_group
-
-#: Far longer than any of these steps takes, and far shorter than a time limit.
-SLOW = 1.5
 
 
 class Net(nn.Module):
@@ -59,6 +53,14 @@ def warm(model: Any, rank: int) -> None:
         model(batch(rank, step)).sum().backward()
 
 
+def assert_mean(model: Any, *losses: Callable[[Net], Any], world_size: int) -> None:
+    """The gradients are those of the mean of what all ranks had as a loss."""
+    bare = Net()
+    for loss in losses:
+        (loss(bare) / world_size).backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+
+
 # --- what a step costs ---------------------------------------------------------------------------
 
 
@@ -79,13 +81,12 @@ def counted_waits() -> Iterator[Counter[str]]:
 def count(rank: int, world_size: int, replicas: int, spare: list[bool]) -> tuple[Any, ...]:
     model = make(replicas)
     warm(model, rank)
-    processes: Any = model._training.processes
-    before = processes.buckets.launched.total(), processes.control.launched.total()
+    links = model._training.processes.buckets, model._training.processes.control
+    before = [link.launched.total() for link in links]
     loss = model(batch(rank), spare[rank]).sum()
     with counted_waits() as waits:
         loss.backward()
-    after = processes.buckets.launched.total(), processes.control.launched.total()
-    launched = tuple(b - a for a, b in zip(before, after, strict=True))
+    launched = [link.launched.total() - b for link, b in zip(links, before, strict=True)]
     with counted_waits() as later:
         model(batch(rank))
     return launched, dict(waits), dict(later), len(model.reducer.buckets.all)
@@ -99,39 +100,9 @@ def test_a_steady_step_waits_for_buckets_alone(
     for uses_all, found in zip(spare, cluster.run(count, 2, replicas, spare), strict=True):
         launched, waits, later, num_buckets = found
         assert num_buckets == 6
-        assert launched == (num_buckets, 1)
+        assert launched == [num_buckets, 1]
         assert waits == {"bucket": num_buckets} | ({} if uses_all else {"the": 1})
         assert later == {"the": 1}, "the next forward reads the vote"
-
-
-def take_long(rank: int, world_size: int) -> tuple[float, float]:
-    """Rank 1 comes late with its vote; how long each backward and the next forward take."""
-    model = make()
-    warm(model, rank)
-    # All begin at once.
-    dist.barrier()
-    loss = model(batch(rank)).sum()
-    made = Vote.__init__
-
-    def late(*arguments: Any, **others: Any) -> None:
-        time.sleep(SLOW)
-        made(*arguments, **others)
-
-    began = time.monotonic()
-    with mock.patch.object(Vote, "__init__", late) if rank == 1 else contextlib.nullcontext():
-        loss.backward()
-    between = time.monotonic()
-    model(batch(rank))
-    return between - began, time.monotonic() - between
-
-
-def test_a_slow_vote_delays_nobody_in_backward(cluster: Cluster) -> None:
-    for rank, (backward, forward) in enumerate(cluster.run(take_long, 3)):
-        if rank == 1:
-            assert backward >= SLOW
-        else:
-            assert backward < 0.5 * SLOW
-            assert forward > 0.4 * SLOW
 
 
 def leave_for_a_barrier(rank: int, world_size: int) -> None:
@@ -141,10 +112,8 @@ def leave_for_a_barrier(rank: int, world_size: int) -> None:
     model.zero_grad()
     model(batch(rank), rank == 1).sum().backward()
     dist.barrier()
-    bare = Net()
-    for other in range(2):
-        (bare(batch(other), other == 1).sum() / 2).backward()
-    assert_all_close(grads_of(model), grads_of(bare))
+    losses: list[Any] = [lambda net, r=r: net(batch(r), r == 1).sum() for r in range(2)]
+    assert_mean(model, *losses, world_size=2)
 
 
 def test_who_needs_no_answer_may_wait_elsewhere_for_who_does(cluster: Cluster) -> None:
@@ -159,24 +128,20 @@ def penalty(net: Any, step: int) -> Any:
     return net.second.weight.pow(2).sum() if step > 1 and step % 2 == 0 else 0.0
 
 
-def penalty_later(rank: int, world_size: int) -> None:
-    model, bare = make(), Net()
-    for step in range(6):
-        model.zero_grad()
-        bare.zero_grad()
-        early = penalty(model.module, step)
-        (model(batch(rank, step)).sum() + early).backward()
-        for other in range(world_size):
-            ((bare(batch(other, step)).sum() + penalty(bare, step)) / world_size).backward()
-        assert_all_close(grads_of(model), grads_of(bare))
-
-
-def test_late_gradients_of_all_ranks_are_reduced(cluster: Cluster) -> None:
-    cluster.run(penalty_later, 3)
+def take_step(model: Any, rank: int, step: int, world_size: int) -> None:
+    """A step in which rank 0 has a penalty."""
+    model.zero_grad()
+    early = penalty(model.module, step) if rank == 0 else 0.0
+    (model(batch(rank, step)).sum() + early).backward()
+    losses: list[Any] = [
+        lambda net, r=r: net(batch(r, step)).sum() + (0.0 if r else penalty(net, step))
+        for r in range(world_size)
+    ]
+    assert_mean(model, *losses, world_size=world_size)
 
 
 def penalty_of_rank_0(rank: int, world_size: int) -> None:
-    model, bare = make(), Net()
+    model = make()
     warm(model, rank)
     model.zero_grad()
     early = penalty(model.module, 2) if rank == 0 else 0.0
@@ -189,62 +154,13 @@ def penalty_of_rank_0(rank: int, world_size: int) -> None:
     model.check_replicas()
     # From now on its bucket waits for the end of the backward.
     for step in range(4, 9):
-        model.zero_grad()
-        bare.zero_grad()
-        early = penalty(model.module, step) if rank == 0 else 0.0
-        (model(batch(rank, step)).sum() + early).backward()
-        (penalty(bare, step) / world_size + torch.zeros((), requires_grad=True)).backward()
-        for other in range(world_size):
-            (bare(batch(other, step)).sum() / world_size).backward()
-        assert_all_close(grads_of(model), grads_of(bare))
+        with counted_waits() as waits:
+            take_step(model, rank, step, world_size)
+        assert waits["bucket"] == 6
 
 
 def test_late_gradients_that_some_ranks_do_not_wait_for_raise_in_all(cluster: Cluster) -> None:
     cluster.run(penalty_of_rank_0, 3)
-
-
-def penalty_of_rank_0_in_each_step(rank: int, world_size: int) -> dict[str, int]:
-    model = make()
-    for step in range(3):
-        model.zero_grad()
-        early = model.module.second.weight.pow(2).sum() if rank == 0 else 0.0
-        loss = model(batch(rank, step)).sum() + early
-        with counted_waits() as waits:
-            loss.backward()
-    return dict(waits)
-
-
-def test_who_waits_for_gradients_from_outside_waits_for_buckets_alone(cluster: Cluster) -> None:
-    assert cluster.run(penalty_of_rank_0_in_each_step, 2) == [{"bucket": 6}] * 2
-
-
-def recompute_later(rank: int, world_size: int) -> None:
-    """A layer that is checkpointed is used twice from the third step on, in all ranks."""
-
-    class Twice(Net):
-        times = 1
-
-        def forward(self, x: Tensor, with_spare: bool = True) -> Tensor:
-            for _ in range(self.times):
-                x = checkpoint(self.second, x, use_reentrant=True)
-            y: Tensor = self.spare(torch.tanh(self.first(x)))
-            return y
-
-    bare, net = Twice(), Twice()
-    model = dp.DistributedDataParallel(net, ["cpu"] * 2, bucket_cap_mb=0.00001, timeout=30.0)
-    for step in range(5):
-        bare.times = net.times = 1 + (step > 2)
-        for one in (model, bare):
-            one.zero_grad()
-        model(batch(rank, step).requires_grad_()).sum().backward()
-        for other in range(world_size):
-            (bare(batch(other, step).requires_grad_()).sum() / world_size).backward()
-        for p, q in zip(net.parameters(), bare.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_layers_that_are_recomputed_twice_later(cluster: Cluster) -> None:
-    cluster.run(recompute_later, 2)
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -265,70 +181,56 @@ def fail_early(rank: int, world_size: int, replicas: int) -> None:
     model = make(replicas)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     warm(model, rank)
-    before = [p.grad.clone() for p in model.parameters()]
     for _ in range(2):
+        before = [p.grad.clone() for p in model.parameters()]
         x = nn.Linear(4, 4)(batch(rank))
         fails = rank == world_size - 1
         kind = ArithmeticError if fails else CollectiveError
         text = "on purpose" if fails else rf"rank {world_size - 1} .* failed in backward: "
         with pytest.raises(kind, match=text):
             model(Early.apply(x) if fails else x).sum().backward()
-        for p, grad in zip(model.parameters(), before, strict=True):
-            assert torch.equal(p.grad, grad)
+        assert_all_close(grads_of(model), before, rtol=0, atol=0)
         # All go on with the next step.
         optimizer.zero_grad()
         model(batch(rank)).sum().backward()
         optimizer.step()
-        before = [p.grad.clone() for p in model.parameters()]
     model.check_replicas()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 2), (4, 1)])
 def test_who_fails_before_its_last_bucket_stops_all(
     cluster: Cluster, world_size: int, replicas: int
 ) -> None:
     cluster.run(fail_early, world_size, replicas)
 
 
-def compare(model: Any, start: dict[str, Tensor]) -> None:
-    model.check_replicas()
+def refusing(model: Any, before: Callable[[], object]) -> Any:
+    """A hook that fails when the gradient is delivered, in this rank."""
+
+    def refuse(parameter: Tensor) -> None:
+        before()
+        raise ValueError("a hook says no")
+
+    return model.module.first.weight.register_post_accumulate_grad_hook(refuse)
 
 
-def load(model: Any, start: dict[str, Tensor]) -> None:
-    model.load_state_dict(start)
-
-
-def fail_late(
-    rank: int,
-    world_size: int,
-    repair: Callable[[Any, dict[str, Tensor]], None],
-    steps: bool,
-    unused: bool,
-) -> None:
+def fail_late(rank: int, world_size: int, repair: str, steps: bool, unused: bool) -> None:
     """In rank 1 a hook fails that runs when the gradient is delivered."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     warm(model, rank)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-
     # Rank 0 waits for the vote if it has unused parameters, and learns of the failure in backward.
     waits = unused and rank == 0
     group = new_group([each for each in range(world_size) if not (unused and each == 0)])
-
-    def refuse(parameter: Tensor) -> None:
-        # Those that do not wait are done with their backward.
-        dist.barrier(group)
-        raise ValueError("a hook says no")
-
-    handle = model.module.first.weight.register_post_accumulate_grad_hook(refuse)
-    if rank != 1:
-        handle.remove()
     optimizer.zero_grad()
     loss = model(batch(rank), not waits).sum()
     if rank == 1:
+        # Those that do not wait are done with their backward.
+        handle = refusing(model, lambda: dist.barrier(group))
         with pytest.raises(ValueError, match="a hook says no"):
             loss.backward()
+        handle.remove()
         assert model.module.first.weight.grad is not None, "it delivers first"
     elif waits:
         with pytest.raises(CollectiveError, match=r"rank 1 .* after its last bucket was sent"):
@@ -338,57 +240,54 @@ def fail_late(
         dist.barrier(group)
         if steps:
             optimizer.step()
-    handle.remove()
-    behind = {1} | ({0} if unused else set())
+    behind = {0, 1} if unused else {1}
     ahead = ", ".join(str(each) for each in range(world_size) if each not in behind)
-    if not ahead:
-        # Nobody has taken the step: all go on.
-        model(batch(rank))
-        model.check_replicas()
-        return
-    text = rf"gradients of step 3 were reduced in ranks? {ahead}, which may have .* failed in it"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=text):
-            model(batch(rank))
-    if steps and repair is compare:
-        with pytest.raises(ReplicaMismatch):
-            repair(model, start)
-        with pytest.raises(RuntimeError, match=text):
-            model(batch(rank))
-        return
-    repair(model, start)
+    if ahead:
+        text = (
+            rf"gradients of step 3 were reduced in ranks? {ahead}, which may have .* failed in it"
+        )
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=text):
+                model(batch(rank))
+        if steps and repair == "compare":
+            with pytest.raises(ReplicaMismatch):
+                model.check_replicas()
+            with pytest.raises(RuntimeError, match=text):
+                model(batch(rank))
+            return
+        if repair == "compare":
+            model.check_replicas()
+        else:
+            model.load_state_dict(start)
+    # Otherwise nobody has taken the step: all go on.
     optimizer.zero_grad()
     model(batch(rank)).sum().backward()
     optimizer.step()
     model.check_replicas()
 
 
-@pytest.mark.parametrize("repair", [compare, load])
-@pytest.mark.parametrize("steps", [False, True], ids=["no step", "step"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "repair", "steps", "unused"),
+    [
+        (2, "compare", False, False),
+        (2, "load", True, False),
+        (4, "compare", True, False),
+        (4, "load", False, False),
+        (2, "load", True, True),
+        (4, "load", True, True),
+    ],
+)
 def test_who_fails_after_its_last_bucket_leaves_a_doubt(
-    cluster: Cluster, world_size: int, repair: Callable[..., None], steps: bool
+    cluster: Cluster, world_size: int, repair: str, steps: bool, unused: bool
 ) -> None:
-    cluster.run(fail_late, world_size, repair, steps, False)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_who_waits_for_the_vote_learns_of_a_late_failure_in_backward(
-    cluster: Cluster, world_size: int
-) -> None:
-    cluster.run(fail_late, world_size, load, True, True)
+    cluster.run(fail_late, world_size, repair, steps, unused)
 
 
 def read_elsewhere(rank: int, world_size: int, how: str) -> None:
     model = make()
     warm(model, rank)
     if rank == 1:
-
-        def refuse(parameter: Tensor) -> None:
-            dist.barrier()
-            raise ValueError("a hook says no")
-
-        handle = model.module.first.weight.register_post_accumulate_grad_hook(refuse)
+        handle = refusing(model, dist.barrier)
         with pytest.raises(ValueError, match="a hook says no"):
             model(batch(rank)).sum().backward()
         handle.remove()

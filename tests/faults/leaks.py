@@ -68,21 +68,7 @@ class Holdings:
 
 @contextlib.contextmanager
 def nothing_left(within: float = 5.0) -> Iterator[None]:
-    """Fail if, a few seconds after the block, the process holds more than before it.
-
-    Example::
-
-        def in_a_rank(rank: int, world_size: int) -> None:
-            with nothing_left():
-                link = ProcessLink(purpose="test")
-                link.close()
-
-    Args:
-        within: Seconds that threads and processes get to end.
-
-    Raises:
-        AssertionError: Something is left; the message says what.
-    """
+    """Fail if, a few seconds after the block, the process holds more than before it."""
     gc.collect()
     before = Holdings.now()
     yield
@@ -97,24 +83,21 @@ def nothing_left(within: float = 5.0) -> Iterator[None]:
 
 
 def _native_threads() -> Counter[str]:
-    tasks = pathlib.Path("/proc/self/task")
     names: Counter[str] = Counter()
-    if tasks.is_dir():
-        for task in list(tasks.iterdir()):
-            with contextlib.suppress(OSError):
-                names[(task / "comm").read_text().strip()] += 1
-    return Counter({name: n for name, n in names.items() if not name.startswith(_STANDING)})
+    for task in pathlib.Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            name = task.read_text().strip()
+            names[name] += not name.startswith(_STANDING)
+    return names
 
 
 def _files() -> Counter[str]:
     """What is open, by kind or by path."""
-    folder = pathlib.Path("/proc/self/fd")
     names: Counter[str] = Counter()
-    if folder.is_dir():
-        for entry in list(folder.iterdir()):
-            # The one that lists the folder is closed by now.
-            with contextlib.suppress(OSError):
-                names[os.readlink(entry).split(":[")[0]] += 1
+    for entry in pathlib.Path("/proc/self/fd").glob("*"):
+        # The one that lists the folder is closed by now.
+        with contextlib.suppress(OSError):
+            names[os.readlink(entry).split(":[")[0]] += 1
     return names
 
 

@@ -13,7 +13,7 @@ import dataparallel as dp
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 
-STEPS = 20
+STEPS = 10
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -38,10 +38,10 @@ class Net(nn.Module):
 
 
 def train(
-    rank: int, world_size: int, wrapper: str, replicas: int, options: dict[str, Any], runs: int
+    rank: int, world_size: int, wrapper: str, slots: list[str], options: dict[str, Any], runs: int
 ) -> list[list[str]]:
     """Per run, the bits of the weights after each step."""
-    return [one_run(rank, wrapper, ["cpu"] * replicas, options) for _ in range(runs)]
+    return [one_run(rank, wrapper, slots, options) for _ in range(runs)]
 
 
 def one_run(rank: int, wrapper: str, slots: list[str], options: dict[str, Any]) -> list[str]:
@@ -64,47 +64,22 @@ def one_run(rank: int, wrapper: str, slots: list[str], options: dict[str, Any]) 
     return found
 
 
-def record(figures: Figures, what: str, same: int, count: int, baseline: str) -> None:
-    figures.record(
-        goal=19,
-        what=what,
-        value=same,
-        unit=f"of {count}",
-        limit=count,
-        at_least=True,
-        repeats=count,
-        baseline=baseline,
-    )
+def record(figures: Figures, what: str, runs: list[Any]) -> None:
+    same, count = sum(run == runs[0] for run in runs), len(runs)
+    what = f"runs with the same bits, {what}"
+    figures.record(what, same, f"of {count}", count, repeats=count, at_least=True)
 
 
 def test_runs_of_processes(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
     """Two processes with two replicas each, dropout included."""
-    runs = repeats(quick=4, long=20)
-    ranks = cluster.run(train, 2, "DistributedDataParallel", 2, {}, runs, timeout=50)
-    same = sum(run == ranks[0][0] for run in ranks[0])
+    runs, wrapper = repeats(quick=3, long=20), "DistributedDataParallel"
+    ranks = cluster.run(train, 2, wrapper, ["cpu"] * 2, {}, runs, timeout=50)
     assert ranks[0] == ranks[1], "processes had different weights after a step"
     assert len(set(ranks[0][0])) == STEPS
-    record(figures, "runs with the same bits, 2 processes x 2 replicas", same, runs, "the same")
+    record(figures, "2 processes x 2 replicas", ranks[0])
 
 
 def test_runs_of_replicas(slots: list[str], repeats: Callable[..., int], figures: Figures) -> None:
     for wrapper in ("DataParallel", "DistributedDataParallel"):
-        runs = repeats(quick=4, long=20)
-        found = [one_run(0, wrapper, slots, {}) for _ in range(runs)]
-        same = sum(run == found[0] for run in found)
-        what = f"runs with the same bits, {wrapper}, 4 replicas ({slots[0]})"
-        record(figures, what, same, runs, "not there on the CPU")
-
-
-def test_every_bucket_size(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
-    """Four processes; in fixed order the bits do not depend on how buckets are cut."""
-    caps: list[Any] = [25, 0.001, 0.0001, [0.0001, 0.002]]
-    found = []
-    for cap in caps[: repeats(quick=2, long=4)]:
-        options = {"deterministic": True, "bucket_cap_mb": cap}
-        ranks = cluster.run(train, 4, "DistributedDataParallel", 1, options, 1, timeout=50)
-        assert all(rank == ranks[0] for rank in ranks)
-        found.append(ranks[0][0])
-    same = sum(run == found[0] for run in found)
-    what = "bucket sizes with the same bits, 4 processes, deterministic=True"
-    record(figures, what, same, len(found), "differs by bucket size at 4 processes")
+        found = train(0, 1, wrapper, slots, {}, repeats(quick=3, long=20))
+        record(figures, f"{wrapper}, 4 replicas ({slots[0]})", found)

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import link
 from dataparallel.comm.failures import CollectiveError, failures_of
-from dataparallel.reducer.buckets import Bucket
-from dataparallel.reducer.exchange import Exchange
-from dataparallel.reducer.options import MixedPrecision, trained_parameters
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 from tests.faults.leaks import replica_threads
@@ -57,11 +53,9 @@ class Net(nn.Module):
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     model(x).pow(2).mean().backward()
-    grads = [parameter.grad for parameter in model.parameters()]
-    return [grad.clone() for grad in grads if grad is not None]
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def seconds_until_no_replicas(besides: set[threading.Thread]) -> float:
@@ -96,7 +90,6 @@ def interrupted(run: Callable[[], object], delay: float) -> float:
 def test_ctrl_c_at_any_moment(
     wrapper: Callable[..., Any], repeats: Callable[..., int], figures: Figures
 ) -> None:
-    """Goal 3."""
     before = replica_threads()
     net, x = Net(), torch.randn(32, 16)
     wanted = step(net, x)
@@ -115,16 +108,8 @@ def test_ctrl_c_at_any_moment(
         torch.testing.assert_close(step(model, x), wanted)
     model.close()
     for what, limit, found in (("control is back", 1.0, control), ("no thread runs", 2.0, ended)):
-        figures.record(
-            goal=3,
-            what=f"Ctrl-C until {what} ({wrapper.__name__}), p100",
-            value=max(found),
-            unit="s",
-            limit=limit,
-            repeats=count,
-            baseline="control after 0.5 s; threads run on",
-            details=f"median {sorted(found)[count // 2]:.3f} s; the next step is right every time",
-        )
+        what = f"Ctrl-C until {what} ({wrapper.__name__}), p100"
+        figures.record(what, max(found), "s", limit, repeats=count)
 
 
 def test_ctrl_c_while_a_replica_hears_nothing() -> None:
@@ -134,12 +119,12 @@ def test_ctrl_c_while_a_replica_hears_nothing() -> None:
         def forward(self, x: Tensor) -> Tensor:
             replica = dp.current_replica()
             if replica is not None and replica.index == 1 and asleep:
-                time.sleep(2.0)
+                time.sleep(1.2)
             return super().forward(x)
 
     asleep, before = [True], replica_threads()
     model = dp.DataParallel(Sleeps(4, 4), ["cpu", "cpu"])
-    assert interrupted(lambda: model(torch.ones(4, 4)), 0.1) < 1.5
+    assert interrupted(lambda: model(torch.ones(4, 4)), 0.1) < 0.9
     assert replica_threads() - before
     asleep.clear()
     assert model(torch.ones(4, 4)).shape == (4, 4)
@@ -154,16 +139,17 @@ def press(*args: object, **kwargs: object) -> bool:
     raise KeyboardInterrupt
 
 
-def flats(model: Any) -> list[Tensor]:
-    return [bucket.storage.flat for bucket in model.reducer.buckets.all]
+def flats(model: Any) -> set[int]:
+    return {bucket.storage.flat.data_ptr() for bucket in model.reducer.buckets.all}
 
 
-def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
+def interrupt_a_backward(rank: int, world_size: int) -> tuple[str, bool, bool]:
     torch.manual_seed(0)
     model = dp.DistributedDataParallel(nn.Linear(16, 1), ["cpu"], timeout=30.0)
-    x = torch.ones(4, 16)
+    x, text = torch.ones(4, 16), ""
     wanted = step(model, x)
-    before, found = flats(model), {}
+    kept = [bucket.storage for bucket in model.reducer.buckets.all]
+    before = flats(model)
     if rank == 0:
         loss = model(x).pow(2).mean()
         begin = time.monotonic()
@@ -171,31 +157,29 @@ def interrupt_a_backward(rank: int, world_size: int) -> dict[str, Any]:
             patch.setattr(link, "wait_briefly", press)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
-        found["seconds"] = time.monotonic() - begin
-        assert model._training.processes is not None and model._training.processes.is_broken
+        assert time.monotonic() - begin < 3
     # Rank 1 comes only now.
     torch.distributed.barrier()
     if rank == 1:
         # It may have heard already, and is then at the next step.
         with contextlib.suppress(CollectiveError):
-            processes: Any = model._training.processes
             world: Any = torch.distributed.group.WORLD
             while not failures_of(world).while_waiting():
                 time.sleep(0.01)
-            found["text"] = processes.control.broken
-    found["equal"] = all(map(torch.equal, step(model, x), wanted))
+        processes: Any = model._training.processes
+        text = processes.control.broken
+    equal = all(map(torch.equal, step(model, x), wanted))
     # What is in flight is still written to.
-    found["new"] = not {t.data_ptr() for t in before} & {t.data_ptr() for t in flats(model)}
+    is_new = not before & flats(model)
+    del kept
     model.close()
-    return found
+    return text, equal, is_new
 
 
 def test_ctrl_c_in_a_backward_that_waits_for_others(cluster: Cluster) -> None:
     mine, other = cluster.run(interrupt_a_backward, 2)
-    assert mine["seconds"] < 3
-    assert "failed in backward, after its last bucket was sent: Keyb" in other["text"]
-    assert mine["equal"] and other["equal"]
-    assert mine["new"] and other["new"]
+    assert "failed in backward, after its last bucket was sent: Keyb" in other[0]
+    assert mine[1:] == other[1:] == (True, True)
 
 
 def interrupt_the_beginning(rank: int, world_size: int) -> bool:
@@ -213,36 +197,3 @@ def interrupt_the_beginning(rank: int, world_size: int) -> bool:
 
 def test_ctrl_c_while_a_round_begins(cluster: Cluster) -> None:
     assert cluster.run(interrupt_the_beginning, 2) == [True] * 2
-
-
-@pytest.mark.parametrize("first", [ValueError, KeyboardInterrupt])
-def test_ctrl_c_while_a_failed_round_is_ended(first: type[BaseException]) -> None:
-    """Somebody presses Ctrl-C while the round waits for what a hook has sent."""
-
-    def wait() -> Tensor:
-        raise KeyboardInterrupt
-
-    noted: list[BaseException] = []
-    parameter = nn.Parameter(torch.ones(3))
-    trained = trained_parameters(nn.ParameterDict({"w": parameter}))
-    hook: Any = SimpleNamespace(one_bucket_at_a_time=False, call=lambda *_, is_last: wait)
-    options: Any = SimpleNamespace(
-        average="processes",
-        deterministic=False,
-        gradient_as_bucket_view=False,
-        hook=hook,
-        mixed_precision=MixedPrecision(),
-    )
-    bucket = Bucket(0, [0], trained, [[parameter]], options, reduces=True)
-    processes: Any = SimpleNamespace(
-        buckets=None, world_size=1, num_active=1, report=lambda error, kind: noted.append(error)
-    )
-    exchange = Exchange(processes, [bucket], options)
-    exchange.send(bucket, [None])
-    error = first()
-    if first is ValueError:
-        with pytest.raises(KeyboardInterrupt):
-            exchange.abandon(error)
-    else:
-        exchange.abandon(error)
-    assert noted == [error]

@@ -1,0 +1,315 @@
+"""A training under torchrun to which things happen; run as a script it is one of its processes.
+
+It does what a user's script would: it makes the process group, loads what was saved, trains, and
+saves. After an error it loads again, in the same process; if that fails too, it ends, and torchrun
+starts all processes anew. What it does goes into a journal in its folder, a JSON object per line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel import checkpoint
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel.extras.checkpoint import CheckpointError
+from tests.faults import partition
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Seconds until a process that waits for more of them gives up.
+_LONGEST_WAIT = 300.0
+
+
+class InjectedError(RuntimeError):
+    """The exception of the fault "raise"."""
+
+
+#: What the training goes on after, in the same process.
+SURVIVED = (CollectiveError, CollectiveTimeout, CheckpointError, InjectedError)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong, once: what it is, in which rank, at which step.
+
+    Attributes:
+        kind: "raise", "exit", "kill" (SIGKILL), "stop" (SIGSTOP), or "loopback" (the network).
+        seconds: How long a stop or a cut lasts.
+    """
+
+    rank: int
+    step: int
+    kind: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank} {self.step}"
+
+    def happen(self, outside: str) -> None:
+        """Let it happen; ``outside`` is the network in which nothing may be cut."""
+        if self.kind == "raise":
+            raise InjectedError(f"injected in rank {self.rank} at step {self.step}")
+        if self.kind == "exit":
+            os._exit(1)
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "stop":
+            again = f"sleep {self.seconds}; kill -CONT {os.getpid()}"
+            quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            subprocess.run(["setsid", "--fork", "sh", "-c", again], check=True, **quiet)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind == "loopback":
+            partition.cut_loopback(self.seconds, outside)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training does.
+
+    Attributes:
+        folder: Where everything is that stays: settings, journal, the generations on the disk.
+        steps: How many steps the training has.
+        plan: Which faults happen.
+        memory: Where every step is saved: a folder in memory. Default: nowhere.
+        pace: Seconds that a step takes at least; the processor waits, as for an accelerator.
+        paced: How many steps keep the pace; the others take as long as they need. Default: all.
+        disk_every: Steps between two generations on the disk.
+        timeout: Seconds that a process waits for the others.
+        outside: The network of the machine, in which nothing is cut.
+        needed: With fewer processes the second half is not begun; torchrun ends the wait.
+    """
+
+    folder: str
+    steps: int
+    plan: list[Fault] = field(default_factory=list)
+    memory: str = ""
+    pace: float = 0.0
+    paced: int | None = None
+    disk_every: int = 3
+    timeout: float = 20.0
+    outside: str = ""
+    needed: int = 1
+
+    def write(self) -> None:
+        """Keep the settings in their folder."""
+        pathlib.Path(self.folder, "settings.json").write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(folder: str) -> Settings:
+        """What :meth:`write` kept."""
+        fields = json.loads(pathlib.Path(folder, "settings.json").read_text())
+        return Settings(**{**fields, "plan": [Fault(**each) for each in fields["plan"]]})
+
+
+def note(folder: str, event: str, rank: int, **fields: Any) -> None:
+    """Write a line into the journal, which outlives the process."""
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    line = {"event": event, "rank": rank, "restart": restart, "time": time.time(), **fields}
+    with open(pathlib.Path(folder, "journal"), "ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def journal(folder: str | pathlib.Path) -> list[dict[str, Any]]:
+    """What the processes have written so far, also while they do."""
+    path = pathlib.Path(folder, "journal")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Net(nn.Module):
+    """A classifier whose dropout and statistics have to go on where they were, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Points around eight centers."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    y = torch.randint(8, (32,), generator=generator)
+    centers = torch.linspace(-1, 1, 8 * 32).view(8, 32).sin()
+    return centers[y] + 0.5 * torch.randn(32, 32, generator=generator), y
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """What tells other bits."""
+    return hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
+
+
+class Training:
+    """The training of one process, and what happens to it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._rank = dist.get_rank()
+        self._disk = os.path.join(settings.folder, "saved")
+        torch.manual_seed(0)
+        self._model = dp.DistributedDataParallel(Net(), ["cpu", "cpu"], timeout=settings.timeout)
+        torch.manual_seed(1 + self._rank)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
+        self._scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self._optimizer, settings.steps
+        )
+
+    def run(self) -> None:
+        """Train up to the last step, whatever happens."""
+        settings = self._settings
+        step = self._load("start")
+        failed = -1
+        while step < settings.steps:
+            if step == settings.steps // 2 and dist.get_world_size() < settings.needed:
+                time.sleep(_LONGEST_WAIT)
+            begin = time.monotonic()
+            try:
+                with dp.telling_failures():
+                    loss = self._step(step)
+                    self._save(step + 1)
+            except SURVIVED as error:
+                self._note("error", step=step, kind=type(error).__name__, text=str(error)[:2000])
+                if step == failed:
+                    # What does not help in place is left to torchrun, as is an error in a load.
+                    raise
+                failed = step
+                step = self._load("recovered")
+                continue
+            if settings.paced is None or step < settings.paced:
+                time.sleep(max(0.0, settings.pace - (time.monotonic() - begin)))
+            if self._rank == 0:
+                self._note("step", step=step, loss=loss, seconds=time.monotonic() - begin)
+            step += 1
+        state = digest_of(self._model.state_dict().values())
+        self._note("end", step=step, digest=state, parameters=digest_of(self._model.parameters()))
+        checkpoint.close()
+
+    def _step(self, step: int) -> float:
+        place = step % 3
+        if place == 0:
+            self._inject(step)
+        x, y = batch(step, self._rank)
+        output = self._model(x)
+        if place == 1:
+            output.register_hook(lambda grad: self._inject(step))
+        self._optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(output, y)
+        loss.backward()
+        self._optimizer.step()
+        self._scheduler.step()
+        if place == 2:
+            self._inject(step)
+        return float(loss.detach())
+
+    def _inject(self, step: int) -> None:
+        """Let happen what is planned and has not happened yet, in a process of before."""
+        happened = pathlib.Path(self._settings.folder, "happened")
+        done = happened.read_text().splitlines() if happened.exists() else []
+        for fault in self._settings.plan:
+            if (fault.rank, fault.step) == (self._rank, step) and str(fault) not in done:
+                with open(happened, "ab", buffering=0) as file:
+                    file.write(f"{fault}\n".encode())
+                fault.happen(self._settings.outside)
+
+    def _state(self) -> tuple[Any, ...]:
+        return self._model, self._optimizer, self._scheduler
+
+    def _save(self, step: int) -> None:
+        settings = self._settings
+        options: dict[str, Any] = {"step": step, "keep": 2, "timeout": settings.timeout}
+        if settings.memory:
+            checkpoint.save(settings.memory, *self._state(), **options)
+        if step % settings.disk_every == 0:
+            beside = bool(settings.memory)
+            checkpoint.save(self._disk, *self._state(), **options, asynchronous=beside)
+
+    def _load(self, event: str) -> int:
+        settings = self._settings
+        with contextlib.suppress(*SURVIVED):
+            checkpoint.close()
+        for place in filter(None, [settings.memory, self._disk]):
+            # In memory is the newest, if anything is.
+            options: dict[str, Any] = {"missing_ok": True, "timeout": settings.timeout}
+            found = checkpoint.load(place, *self._state(), **options)
+            if found.number is not None:
+                break
+        self._note(event, step=found.step)
+        return found.step
+
+    def _note(self, event: str, **fields: Any) -> None:
+        note(self._settings.folder, event, self._rank, **fields)
+
+
+def train(rank: int, world_size: int, settings: Settings) -> None:
+    """The training in a process that has a group already, without faults."""
+    Training(settings).run()
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str], log: pathlib.Path, cwd: pathlib.Path = ROOT, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A command under way, which is ended; torchrun, when it is told to, ends its processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
+    # The processes are not to be told what this one has found out.
+    environment.pop("GLOO_SOCKET_IFNAME", None)
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment | variables,
+            cwd=cwd,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        # It waits for half a minute for a process that is stopped.
+        for number, seconds in ((signal.SIGTERM, 40), (signal.SIGKILL, 5)):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+
+
+def torchrun(settings: Settings, *options: str) -> list[str]:
+    """The command that starts a training."""
+    settings.write()
+    module = ["-m", "tests.faults.training", settings.folder]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *module]
+
+
+def main() -> None:
+    """Train; the argument is the folder with the settings."""
+    torch.set_num_threads(1)
+    settings = Settings.read(sys.argv[1])
+    note(settings.folder, "process", int(os.environ["RANK"]), pid=os.getpid())
+    dp.init_process_group("gloo", timeout=settings.timeout)
+    Training(settings).run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
