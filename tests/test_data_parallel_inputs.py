@@ -184,18 +184,3 @@ def test_what_the_replicas_get(slots: list[str], batch: int) -> None:
     assert type(returned) is time.struct_time and returned == when
     chunks = [len(c) for c in x.chunk(4)] if batch else [0]
     assert sorted(seen) == [(i, len(chunks), size) for i, size in enumerate(chunks)]
-
-
-@pytest.mark.parametrize("batch", [5, 8])
-def test_scalars(slots: list[str], batch: int) -> None:
-    class Loss(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean()
-
-    x = torch.randn(batch, 3, dtype=torch.double, device=slots[0], requires_grad=True)
-    stacked = torch.stack([c.mean() for c in x.chunk(4)])
-    for scalars, expected in (("mean", x.mean()), ("stack", stacked), ("sum", stacked.sum())):
-        found = DataParallel(Loss(), slots, scalars=scalars)(x)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, expected)
-        grads = [torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (found, expected)]
-        torch.testing.assert_close(*grads)

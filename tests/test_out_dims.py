@@ -125,8 +125,6 @@ def test_copies_and_the_function() -> None:
 @pytest.mark.parametrize(
     ("out_dims", "message"),
     [
-        ((0, 1, 1), r"says \(0, 1, 1\) of outputs, which is tuple\(leaf, .*; give"),
-        ((0, {"h": 1}), r"says \{'h': 1\} of outputs\[1\], which is tuple\(leaf, leaf\)"),
         ((0, (1, (1,))), r"says \(1,\) of outputs\[1\]\[1\], which is leaf; give"),
         ("rows", "out_dims says 'rows' of outputs, which is tuple"),
         ((0, 3), r"outputs\[1\]\[0\] cannot .* dim 3 is out of range .*\(4, 3, 5\).*out_dims"),

@@ -121,21 +121,6 @@ def test_calls_leave_no_threads_and_no_cycles() -> None:
         pools.close()
 
 
-def test_work_queued_before_the_call_comes_first_and_after_it_comes_last() -> None:
-    devices = [torch.device(f"virtual:{i}") for i in range(2)]
-    streams = [torch.Stream(device) for device in devices]
-    with streams[0], streams[1]:
-        xs = [torch.zeros(8, device=device) for device in devices]
-        for x in xs:
-            x.add_(1)
-        ys = parallel_apply([lambda x: x.mul_(3)] * 2, xs)
-        for y in ys:
-            y.add_(4)
-    for stream in streams:
-        stream.synchronize()
-    assert [y.cpu().tolist() for y in ys] == [[7.0] * 8] * 2
-
-
 # --- in turn ---------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
 from dataparallel import torch_internals
 from tests.virtual.oracle import run_python
@@ -255,24 +254,6 @@ def test_what_a_backward_hands_on_can_be_entered_by_several_threads(
         context = handed.copy_context()
         assert context.run(context.copy().run, context.run, int) == 0
         assert handed.ContextVar is contextvars.ContextVar
-
-
-def test_checkpoints_ask_for_the_states_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = torch.utils.checkpoint
-
-    def original(*args: Any) -> tuple[list[int], list[str]]:
-        return list(args), ["theirs"] * len(args)
-
-    monkeypatch.setattr(module, "get_device_states", original)
-    monkeypatch.setattr(module, "_infer_device_type", lambda *args: "virtual")
-    own = torch.Generator().manual_seed(7)
-    # The replica on the first of the two draws from one of its own.
-    generators = {torch.device("virtual", 3): own, torch.device("virtual", 5): None}
-    torch_internals.replace_checkpoint_states(generators.__getitem__)
-    indices, (first, second) = module.get_device_states(3, 5)
-    assert indices == [3, 5]
-    assert torch.equal(first, own.get_state())
-    assert second == "theirs"
 
 
 def test_threads_that_compiled_may_end() -> None:
