@@ -302,6 +302,7 @@ def test_fused_operations_on_a_shared_gpu_are_reproducible() -> None:
 
 WITHOUT = """
 import os
+import warnings
 import torch
 from dataparallel import torch_internals
 from dataparallel.threads import random
@@ -316,6 +317,7 @@ def lose_kernels():
 def lose_default():
     torch_internals.replace_default_generator = lambda stand_in: None
 
+warnings.simplefilter("ignore", DeprecationWarning)  # A fork beside threads, from Python 3.12 on.
 for lose in (lose_key, lose_kernels, lose_default):
     if os.fork():
         assert os.wait()[1] == 0

@@ -64,7 +64,8 @@ def test_each_task_has_the_thread_of_its_index(pools: WorkerPools) -> None:
     threads, idents = replica_threads(), [one[2] for one in first]
     for count in (3, 2) * 50:
         assert run(pools, *[threading.get_ident] * count) == idents[:count]
-    assert replica_threads() == threads
+    # Those of earlier tests may end meanwhile.
+    assert replica_threads() <= threads
     assert run(pools, *[threading.get_ident] * 4)[:3] == idents
 
 
@@ -227,8 +228,8 @@ def meet(x):
 def run(*functions):
     begin = time.monotonic()
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     try:
+        timer.start()
         parallel_apply(functions, [torch.zeros(4)] * len(functions))
     except KeyboardInterrupt:
         print("interrupted after", time.monotonic() - begin, flush=True)
