@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,16 +64,6 @@ MODELS = pytest.mark.parametrize(
     ("make", "weight"), [(gpt2, num_next_tokens), (t5, num_labels)], ids=["gpt2", "t5"]
 )
 pytestmark = pytest.mark.usefixtures("accelerate_anew")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    from transformers import logging as its_logging
-
-    before = its_logging.get_verbosity()
-    its_logging.set_verbosity_error()
-    yield
-    its_logging.set_verbosity(before)
 
 
 def pair(make: Make, device: str = "cpu") -> tuple[nn.Module, nn.Module]:

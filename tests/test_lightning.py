@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +13,6 @@ from torch import Tensor, nn
 from tests.guides import definitions
 from tests.launched import launched
 from tests.models import assert_all_close
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
