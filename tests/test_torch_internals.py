@@ -72,10 +72,17 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
             yield from ast.literal_eval(node.value)
 
 
+def name_of(node: ast.expr) -> str:
+    """The dotted name of an expression; empty before an attribute of anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{name_of(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def looked_up(node: ast.AST) -> list[str]:
     """The names that a node looks up, or keeps for later."""
     nodes: list[ast.expr] = []
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("attr", "attrgetter")):
+    if isinstance(node, ast.Call) and name_of(node.func).endswith(("attr", "attrgetter")):
         nodes = node.args
     elif isinstance(node, ast.Subscript):
         nodes = [node.slice]
@@ -113,8 +120,8 @@ def touches(tree: ast.Module, ours: Collection[str]) -> list[str]:
             paths = [f"{node.module}.{alias.name}" for alias in node.names]
             names = list(filter(is_torchs, paths))
         elif isinstance(node, ast.Attribute):
-            own = ast.unparse(node.value) in ("self", "cls")
-            whole = ast.unparse(node)
+            own = name_of(node.value) in ("self", "cls")
+            whole = name_of(node)
             names = [whole] if is_torchs(whole) or is_foreign(node.attr, own=own) else []
         elif isinstance(node, ast.keyword) and node.arg:
             names = [node.arg] if is_foreign(node.arg) else []
