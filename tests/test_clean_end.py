@@ -21,7 +21,7 @@ from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.attach import runs
 from tests.cluster import Cluster
 from tests.faults.leaks import nothing_left
-from tests.monitor.made_up_runs import run_folder as run_folder
+from tests.monitor.cases import run_folder as run_folder
 
 
 def step(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ import dataparallel as dp
 from dataparallel import collectives, virtual
 from dataparallel.monitor.findings import Part, add_up, find_changes
 from tests.cluster import Cluster
-from tests.monitor.step_cases import Seconds, make_info, make_steps
+from tests.monitor.cases import Seconds, make_info, make_steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
+import os
 import re
+import select
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from dataparallel.tools import arguments, cli
 from dataparallel.tools.extras import needs_extra
+from tests.monitor.cases import make_sample, write_recording
 
 COMMANDS = ("doctor", "bench", "bench train", "completion", "monitor")
 PARTS = ("top", "record", "plot", "report", "serve")
@@ -78,17 +85,22 @@ def test_unknown_cases_are_named_with_those_that_exist(
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "told"),
     [
-        (ValueError("x"), 2),
-        (ImportError("x"), 2),
-        (RuntimeError("x"), 1),
-        (KeyboardInterrupt(), 130),
+        (ValueError("x"), 2, "x"),
+        (ImportError("x"), 2, "x"),
+        (RuntimeError("x"), 1, "x"),
+        (KeyboardInterrupt(), 130, "stopped"),
+        (PermissionError(errno.EACCES, "No entry", "a.png"), 1, "a.png: No entry"),
+        (OSError(errno.EIO, "Input/output error"), 1, "OSError: [Errno 5] Input/output error"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "BrokenPipeError: [Errno 32] Broken pipe"),
+        (BrokenPipeError("a worker is gone"), 1, "BrokenPipeError: a worker is gone"),
     ],
 )
 def test_errors_become_a_line_and_an_exit_status(
     error: BaseException,
     status: int,
+    told: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -101,7 +113,50 @@ def test_errors_become_a_line_and_an_exit_status(
 
     monkeypatch.setattr(cli, "build_parser", Parser)
     assert cli.main([]) == status
-    assert capsys.readouterr().err.startswith("dataparallel: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dataparallel: ") and line.endswith(told)
+
+
+def redirected(binary: BinaryIO, patch: pytest.MonkeyPatch) -> io.TextIOWrapper:
+    """The output is this, as Python opens its own with and without PYTHONUNBUFFERED."""
+    output = io.TextIOWrapper(binary, write_through=isinstance(binary, io.RawIOBase))
+    patch.setattr(sys, "stdout", output)
+    return output
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize("buffering", [0, -1])
+@pytest.mark.parametrize("words", ["top --once --source", "top --once --json --source", "report"])
+def test_an_output_without_room(
+    words: str,
+    buffering: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_recording(tmp_path / "run", [make_sample(i) for i in range(3)])
+    with redirected(open("/dev/full", "wb", buffering=buffering), monkeypatch) as full:
+        assert cli.main(["monitor", *words.split(), str(path)]) == 1
+        # What is left must not fail when Python ends, which closes it as this does.
+        full.flush()
+    assert capsys.readouterr().err == (
+        "dataparallel: error: cannot write the output: No space left on device; make room\n"
+    )
+
+
+@pytest.mark.skipif(not hasattr(select, "poll"), reason="the system tells it only on writing")
+@pytest.mark.parametrize("buffering", [0, -1])
+def test_a_reader_that_goes_away_is_no_error_nor_is_none(
+    buffering: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with redirected(os.fdopen(writer, "wb", buffering=buffering), monkeypatch):
+        assert cli.main(["bench"]) == 0
+    # As in a program without a console.
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["bench"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_package_is_explained_by_its_extra() -> None:

@@ -14,18 +14,14 @@ from dataparallel.tools.monitor.sources.nvml import NvmlSource
 
 UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TOO_SMALL = 1, 3, 6, 7
 ALL_LINKS = 0xFFFFFFFF
-#: What drivers of 2020 lack, and what CUDA 14 takes away.
-OLD = {"nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetCurrentClocksEventReasons"}
-OLD |= {f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics")}
-OLD |= {"nvmlGpmQueryDeviceSupport"}
+#: What a driver lacks that is older than CUDA 12.2, and what CUDA 14 takes away.
+OLD = {"nvmlDeviceGetCurrentClocksEventReasons", "nvmlGpmQueryDeviceSupport"}
 NEW = {"nvmlDeviceGetTemperature", "nvmlDeviceGetCurrentClocksThrottleReasons"}
 
-_MEMORY = {"total": 80 * 10**9, "used": 20 * 10**9, "free": 59_500_000_000}
 #: What an H100 answers, by function and by what that is given beside the device.
 EVERYTHING: dict[str, Any] = {
     "UtilizationRates": {"gpu": 40, "memory": 25},
-    "MemoryInfo_v2": {**_MEMORY, "reserved": 500_000_000},
-    "MemoryInfo": {**_MEMORY, "used": 20_500_000_000},
+    "MemoryInfo_v2": {"total": 80 * 10**9, "used": 20 * 10**9, "free": 59_500_000_000},
     "PowerUsage": 300_500,
     "EnforcedPowerLimit": 700_000,
     "TotalEnergyConsumption": 5_000_000,

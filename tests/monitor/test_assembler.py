@@ -13,18 +13,19 @@ from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.record import StepRecord
 from dataparallel.threads.timeline import Phase, Timeline
 
-CPU = torch.device("cpu")
 MS = 1_000_000
 
 
 class Run:
     """A run whose clock is set by hand, in milliseconds since it began."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 2) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 2, **options: Any
+    ) -> None:
         self.now = 0.0
         monkeypatch.setattr("time.perf_counter_ns", lambda: int(self.now * MS))
-        self.line = Timeline([CPU] * num_replicas)
-        self.assembler = StepAssembler(self.line)
+        self.line = Timeline([torch.device("cpu")] * num_replicas)
+        self.assembler = StepAssembler(self.line, **options)
         self.assembler.start()
 
     def span(self, phase: Phase, begin: float, end: float, replica: int | None = None) -> None:
@@ -33,14 +34,17 @@ class Run:
         with self.line.span(phase, replica):
             self.now = end
 
-    def call(self, *sizes: int, trains: bool = True) -> None:
+    def forward(self, begin: float, end: float, *sizes: int, trains: bool = True) -> None:
+        """Scattering takes the first millisecond."""
+        self.span("scatter", begin, begin + 1)
         with torch.set_grad_enabled(trains):
             self.line.call(sizes)
+        self.span("forward", begin + 1, end)
 
     def step(self, begin: float, *, optimizer: bool = True) -> None:
         """A step of 40 ms whose first 5 ms are input."""
         self.span("scatter", begin + 5, begin + 10)
-        self.call(3, 2)
+        self.line.call((3, 2))
         self.span("forward", begin + 10, begin + 18, 0)
         self.span("forward", begin + 10, begin + 14, 1)
         self.span("gather", begin + 18, begin + 20)
@@ -84,12 +88,11 @@ def test_what_lies_between_the_spans_has_a_name(run: Run) -> None:
 
 def test_of_spans_within_each_other_the_innermost_counts(run: Run) -> None:
     run.span("scatter", 0, 1)
-    run.call(1, 1)
+    run.line.call((1, 1))
     with run.line.span("backward", 1):
         # At the very moment at which backward begins.
-        run.span("reduce local", 1, 2, 1)
-        run.span("reduce local", 3, 4, 1)
-        run.span("reduce local", 6, 7, 1)
+        for begin in (1, 3, 6):
+            run.span("reduce local", begin, begin + 1, 1)
         run.now = 9
     run.span("reduce local", 9, 12)
     (record,) = run.finish()
@@ -97,9 +100,7 @@ def test_of_spans_within_each_other_the_innermost_counts(run: Run) -> None:
 
 
 def test_only_what_comes_before_a_backward_is_a_loss(run: Run) -> None:
-    run.span("scatter", 0, 1)
-    run.call(1, 1)
-    run.span("forward", 1, 2)
+    run.forward(0, 2, 1, 1)
     run.span("backward", 4, 6)
     run.span("backward", 9, 10)
     (record,) = run.finish()
@@ -110,7 +111,7 @@ def test_only_what_comes_before_a_backward_is_a_loss(run: Run) -> None:
 def test_a_span_that_failed_is_left_out(run: Run) -> None:
     run.step(0)
     run.span("scatter", 45, 50)
-    run.call(3, 2)
+    run.line.call((3, 2))
     with pytest.raises(ValueError, match="no"), run.line.span("forward", 0):
         run.now = 55
         raise ValueError("no")
@@ -136,9 +137,7 @@ def without_optimizer(run: Run) -> None:
 def with_inference(run: Run) -> None:
     run.step(0)
     for begin in (40, 50):
-        run.span("scatter", begin, begin + 1)
-        run.call(4, 4, trains=False)
-        run.span("forward", begin + 1, begin + 6)
+        run.forward(begin, begin + 6, 4, 4, trains=False)
     run.step(60)
 
 
@@ -147,7 +146,7 @@ def with_evaluation(run: Run) -> None:
     run.step(0)
     for i in range(20):
         run.span("scatter", 40 + i, 40.5 + i)
-        run.call(4, 4)
+        run.line.call((4, 4))
         run.span("forward", 40.5 + i, 41 + i)
     run.step(60)
 
@@ -161,30 +160,26 @@ def told_by_the_user(run: Run) -> None:
             run.assembler.end_step()
 
 
+TRAIN = ("train", 0.04, 5, 1)
+
+
 @pytest.mark.parametrize(
     ("play", "expected"),
     [
-        (accumulating, [("train", 0.04, 5, 1), ("train", 0.08, 10, 2)]),
-        (without_optimizer, [("train", 0.035, 5, 1), ("train", 0.04, 5, 1)]),
+        (accumulating, [TRAIN, ("train", 0.08, 10, 2)]),
+        (without_optimizer, [("train", 0.035, 5, 1), TRAIN]),
         (
             with_inference,
             [
-                ("train", 0.04, 5, 1),
-                ("inference", 0.006, 8, 1),
-                ("inference", 0.01, 8, 1),
-                ("train", 0.044, 5, 1),
+                *(TRAIN, ("inference", 0.006, 8, 1)),
+                *(("inference", 0.01, 8, 1), ("train", 0.044, 5, 1)),
             ],
         ),
         (
             with_evaluation,
-            [
-                ("train", 0.04, 5, 1),
-                ("inference", 0.008, 64, 8),
-                ("inference", 0.008, 64, 8),
-                ("train", 0.044, 37, 5),
-            ],
+            [TRAIN, *[("inference", 0.008, 64, 8)] * 2, ("train", 0.044, 37, 5)],
         ),
-        (told_by_the_user, [("train", 0.04, 5, 1), ("train", 0.04, 5, 1), ("train", 0.08, 10, 2)]),
+        (told_by_the_user, [TRAIN, TRAIN, ("train", 0.08, 10, 2)]),
     ],
 )
 def test_where_a_step_ends(run: Run, play: Any, expected: list[tuple[Any, ...]]) -> None:
@@ -204,23 +199,18 @@ def test_where_a_step_ends(run: Run, play: Any, expected: list[tuple[Any, ...]])
 def test_records_are_told_as_steps_end(
     monkeypatch: pytest.MonkeyPatch, every: int, seen: list[int]
 ) -> None:
-    run = Run(monkeypatch)
     got: list[int] = []
-    told = StepAssembler(run.line, lambda record: got.append(record.number), every=every)
-    told.start()
+    told = Run(monkeypatch, on_step=lambda record: got.append(record.number), every=every)
     counts = []
     for i in range(5):
-        run.step(40 * i)
+        told.step(40 * i)
         counts.append(len(got))
-    told.finish()
+    assert told.finish() == []
     assert counts == seen and got == [1, 2, 3, 4, 5]
-    assert told.drain() == []
 
 
 def test_only_so_many_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch)
-    run.assembler = StepAssembler(run.line, keep=3)
-    run.assembler.start()
+    run = Run(monkeypatch, keep=3)
     for i in range(10):
         run.step(40 * i)
     records = run.finish()
@@ -255,43 +245,30 @@ class Event:
         ([7, 8, 8, 9, 9, 9.5, 9.5, 10], [(1, 1), (1, 1)]),
     ],
 )
-def test_a_step_ends_when_its_device_is_done(
+def test_a_step_ends_when_its_device_is_done_and_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, device: list[float], expected: list[tuple[float, float]]
 ) -> None:
     run = Run(monkeypatch, 1)
-    moments = iter(device)
+    events = [Event(at, happened=False) for at in device]
+    recorded = iter(events)
+
+    def record(replicas: Sequence[int]) -> tuple[Event, ...]:
+        return (next(recorded),)
+
     run.line.has_events = True
-    monkeypatch.setattr(run.line, "events", lambda replicas: (Event(next(moments)),))
+    monkeypatch.setattr(run.line, "events", record)
     for begin in (0, 2):
         run.span("scatter", begin, begin + 1)
-        run.call(4)
-        run.span("optimizer", begin + 1, begin + 2)
-    records = run.finish()
-    # The host took 2 ms for each step.
-    assert [record.seconds for record in records] == [0.002, 0.002]
-    for record, (scatter, optimizer) in zip(records, expected, strict=True):
-        times = milliseconds(record)
-        assert (times["scatter"], times["optimizer"]) == (scatter, optimizer)
-
-
-def test_nobody_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, 1)
-    made: list[Event] = []
-
-    def events(replicas: Sequence[int]) -> tuple[Event, ...]:
-        made.append(Event(run.now, happened=False))
-        return (made[-1],)
-
-    run.line.has_events = True
-    monkeypatch.setattr(run.line, "events", events)
-    for begin in (0, 40):
-        run.span("scatter", begin, begin + 1)
-        run.call(4)
+        run.line.call((4,))
         run.span("optimizer", begin + 1, begin + 2)
     assert run.assembler.drain() == []
-    for event in made:
+    for event in events:
         event.happened = True
-    assert [record.number for record in run.assembler.drain()] == [1]
+    records = [*run.assembler.drain(), *run.finish()]
+    # The host took 2 ms for each step.
+    assert [(record.number, record.seconds) for record in records] == [(1, 0.002), (2, 0.002)]
+    times = [milliseconds(record) for record in records]
+    assert [(one["scatter"], one["optimizer"]) for one in times] == expected
 
 
 # --- records ---------------------------------------------------------------------------------
@@ -305,11 +282,7 @@ def test_nobody_waits_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"number": {}}, "this is no record of a step"),
         ({"replicas": [{"index": 0}]}, "KeyError.'device'"),
         (
-            {
-                "replicas": [
-                    {"index": 0, "device": "cpu", "samples": 1, "segments": [{"phase": "x"}]}
-                ]
-            },
+            {"replicas": [{"index": 0, "device": "", "samples": 1, "segments": [{"phase": "x"}]}]},
             "'x' is no phase of a replica; .*newer version",
         ),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,21 +12,15 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-import torch
 
-import dataparallel as dp
-from dataparallel.tools.monitor.cgroup import Memory, memory, quota
+from dataparallel.tools.monitor.cgroup import Memory, memory
 from dataparallel.tools.monitor.host import HostReader, ThreadLoads
-from dataparallel.tools.monitor.processors import (
-    BusyShare,
-    Processors,
-    processor_times,
-    usable_processors,
-)
+from dataparallel.tools.monitor.processors import BusyShare, processor_times, usable_processors
 from dataparallel.tools.monitor.sources.cpu import CpuSource
 
-GROUPS = "sys/fs/cgroup/"
+ME = os.getpid()
 OWN = "proc/self/cgroup"
+GROUPS = "sys/fs/cgroup/"
 
 
 def lay(root: Path, files: dict[str, str]) -> Path:
@@ -41,21 +34,18 @@ def lay(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_the_cpu_of_this_machine() -> None:
-    source = CpuSource(lambda: (os.getpid(),))
+    source = CpuSource(lambda: (ME,))
     first = source.read()
     time.sleep(0.15)
     reading = source.read()
     (device,) = reading.devices
     assert (device.device, device.source, device.error) == ("cpu", "cpu", None)
-    used, free, total = (
-        device.value(f"memory_{part}") or 0.0 for part in ("used", "free", "total")
-    )
-    assert used > 0 and free > 0
-    assert used + free == total <= psutil.virtual_memory().total
+    used, free, total = (device.value(f"memory_{part}") for part in ("used", "free", "total"))
+    assert used and free and used + free == total <= psutil.virtual_memory().total
     busy = device.value("utilization")
     assert busy is not None and 0.0 <= busy <= 1.0
     (before,), (process,) = first.processes, reading.processes
-    assert (process.device, process.pid) == ("cpu", os.getpid())
+    assert (process.device, process.pid) == ("cpu", ME)
     assert process.name == psutil.Process().name()
     assert process.memory == process.host_memory and (process.memory or 0) > 1e6
     assert before.cpu is None and process.cpu is not None
@@ -63,7 +53,7 @@ def test_the_cpu_of_this_machine() -> None:
 
 def test_the_share_of_a_process_is_of_what_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil.Process, "cpu_percent", lambda self: 75.0)
-    source = CpuSource(lambda: (os.getpid(),), num_cpus=1.5)
+    source = CpuSource(lambda: (ME,), num_cpus=1.5)
     source.read()
     (process,) = source.read().processes
     assert (process.cpu, process.utilization) == (0.75, 0.5)
@@ -87,24 +77,21 @@ def test_a_process_that_is_gone_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("sensors", "expected"),
     [
-        (lambda: {"coretemp": [50.0, 61.0], "nvme": [80.0]}, 61.0),
-        (lambda: {"k10temp": [44.5]}, 44.5),
-        (lambda: {"coretemp": [0.0], "nvme": [80.0]}, None),
-        (lambda: os.open("/nowhere/at/all", os.O_RDONLY), None),
-        (None, None),
+        ({"coretemp": [50.0, 61.0], "nvme": [80.0]}, 61.0),
+        ({"k10temp": [44.5]}, 44.5),
+        ({"coretemp": [0.0], "nvme": [80.0]}, None),
+        (OSError("no sensors"), None),
     ],
 )
 def test_the_temperature_is_that_of_the_processors(
     sensors: Any, expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read() -> dict[str, list[SimpleNamespace]]:
-        found = sensors().items()
-        return {name: [SimpleNamespace(current=one) for one in each] for name, each in found}
+        if isinstance(sensors, OSError):
+            raise sensors
+        return {k: [SimpleNamespace(current=one) for one in v] for k, v in sensors.items()}
 
-    if sensors is None:
-        monkeypatch.delattr(psutil, "sensors_temperatures", raising=False)
-    else:
-        monkeypatch.setattr(psutil, "sensors_temperatures", read, raising=False)
+    monkeypatch.setattr(psutil, "sensors_temperatures", read, raising=False)
     assert CpuSource(busy=lambda: 0.5).read().devices[0].value("temperature") == expected
 
 
@@ -114,82 +101,42 @@ def test_the_temperature_is_that_of_the_processors(
 def test_the_share_is_that_since_the_last_time() -> None:
     now, spent = [0.0], [0.0]
     busy = BusyShare(lambda: (spent[0], 2 * now[0]), clock=lambda: now[0])
-
-    def after(seconds: float, share: float) -> float | None:
+    # After less than 0.1 s it is too soon to tell anything new; the system corrects its counters.
+    for seconds, share, expected in (
+        (0.05, 1.0, None),
+        (0.05, 0.0, 0.5),
+        (0.05, 1.0, 0.5),
+        (0.05, 1.0, 1.0),
+        (1.0, -1.0, 0.0),
+    ):
         now[0] += seconds
         spent[0] += 2 * seconds * share
-        return busy()
-
-    assert after(0.05, 1.0) is None
-    assert after(0.05, 0.0) == pytest.approx(0.5)
-    assert after(0.05, 1.0) == pytest.approx(0.5), "too soon to tell anything new"
-    assert after(0.05, 1.0) == pytest.approx(1.0)
-    # The system corrects its counters.
-    assert after(1.0, -1.0) == 0.0
+        assert busy() == (None if expected is None else pytest.approx(expected))
 
 
-def test_waiting_and_guests_are_no_further_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Times(NamedTuple):
-        user: float = 30.0
-        system: float = 10.0
-        idle: float = 50.0
-        iowait: float = 10.0
-        guest: float = 20.0
-
-    monkeypatch.setattr(psutil, "cpu_times", Times)
-    assert processor_times() == (40.0, 100.0)
+class Times(NamedTuple):
+    user: float
+    idle: float
+    iowait: float = 0.0
+    guest: float = 0.0
 
 
-def test_the_systems_counters_are_those_of_busy_processors() -> None:
-    before, begin = processor_times(), time.monotonic()
-    while time.monotonic() < begin + 0.2:
-        pass
-    after = processor_times()
-    assert after[0] - before[0] > 0.1
-    assert after[1] - before[1] >= after[0] - before[0]
-
-
-def test_only_the_chosen_processors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Times(NamedTuple):
-        user: float
-        idle: float
-
+def test_waiting_and_guests_are_no_further_work_and_only_chosen_processors_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cpu_times(percpu: bool = False) -> Times | list[Times]:
-        return [Times(1, 9), Times(5, 5), Times(8, 2)] if percpu else Times(14, 16)
+        return [Times(1, 9), Times(5, 5), Times(8, 2)] if percpu else Times(40, 50, 10, 20)
 
     monkeypatch.setattr(psutil, "cpu_times", cpu_times)
-    assert processor_times() == (14, 30)
+    assert processor_times() == (40, 100)
     # The fourth one is switched off.
     found = usable_processors(tmp_path, count=4, affinity={1, 2, 3})
     assert (found.count, found.times()) == (3, (13, 20))
-    if hasattr(os, "sched_getaffinity"):
-        here = usable_processors(tmp_path)
-        assert here.count == min(psutil.cpu_count() or 1, len(os.sched_getaffinity(0)))
+    here = usable_processors(tmp_path)
+    assert here.count == min(psutil.cpu_count() or 1, len(os.sched_getaffinity(0)))
 
 
 # --- containers ------------------------------------------------------------------------------
-
-
-class Container:
-    """A container on a host with 8 processors, with a clock and with what it has computed."""
-
-    def __init__(self, root: Path, files: dict[str, str], affinity: int = 8) -> None:
-        self.now = 100.0
-        self._root = lay(root, files)
-        self._affinity = range(affinity)
-
-    def processors(self) -> Processors:
-        return usable_processors(
-            self._root, count=8, affinity=self._affinity, clock=lambda: self.now
-        )
-
-    def share(self, seconds: float, changed: dict[str, str]) -> float | None:
-        """The share that is told when this is what has changed after some seconds."""
-        busy = BusyShare(self.processors().times, clock=lambda: self.now)
-        self.now += seconds
-        lay(self._root, changed)
-        return busy()
-
 
 V2 = {
     OWN: "0::/job/step\n",
@@ -203,6 +150,7 @@ V1 = {
     f"{GROUPS}cpu/cpu.cfs_quota_us": "150000\n",
     f"{GROUPS}cpu/cpu.cfs_period_us": "100000\n",
 }
+ROOT = {OWN: "0::/\n"}
 
 
 @pytest.mark.parametrize(
@@ -212,55 +160,46 @@ V1 = {
         (V1, f"{GROUPS}cpu/cpuacct.usage", "{}000000000\n"),
         # The two controllers need not be mounted together.
         (V1, f"{GROUPS}cpuacct/cpuacct.usage", "{}000000000\n"),
+        # Where it is not told what was used there is no share.
+        (V1, None, ""),
     ],
 )
 def test_a_quota_is_all_that_there_is(
-    files: dict[str, str], usage: str, used: str, tmp_path: Path
+    files: dict[str, str], usage: str | None, used: str, tmp_path: Path
 ) -> None:
-    container = Container(tmp_path, {**files, usage: used.format(5)})
-    assert container.processors().count == 1.5
-    # 3 of the 6 seconds that 1.5 processors have in 4 seconds.
-    assert container.share(4.0, {usage: used.format(8)}) == pytest.approx(0.5)
-    # For a moment a group may take more than its quota.
-    assert container.share(1.0, {usage: used.format(18)}) == 1.0
+    now = [100.0]
+    lay(tmp_path, {**files, **({usage: used.format(5)} if usage else {})})
+    found = usable_processors(tmp_path, count=8, affinity=range(8), clock=lambda: now[0])
+    assert found.count == 1.5
+    busy = BusyShare(found.times, clock=lambda: now[0])
+    # 3 of the 6 seconds that 1.5 processors have in 4; for a moment a group may take more.
+    for seconds, computed, share in ((4.0, 8, 0.5), (1.0, 18, 1.0)):
+        now[0] += seconds
+        lay(tmp_path, {usage: used.format(computed)} if usage else {})
+        assert busy() == (pytest.approx(share) if usage else None)
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("files", "affinity", "count"),
     [
-        {},
-        {OWN: "0::/\n", f"{GROUPS}cpu.max": "max 100000\n"},
-        {OWN: "0::/\n", f"{GROUPS}cpu.max": "900000 100000\n"},
-        {OWN: "0::/\n", f"{GROUPS}cpu.max": "torn\n"},
-        {**V1, f"{GROUPS}cpu/cpu.cfs_quota_us": "-1\n"},
-        {**V1, f"{GROUPS}cpu/cpu.cfs_period_us": "0\n"},
+        ({}, 8, 8),
+        ({**ROOT, f"{GROUPS}cpu.max": "max 100000\n"}, 8, 8),
+        ({**ROOT, f"{GROUPS}cpu.max": "900000 100000\n"}, 8, 8),
+        ({**ROOT, f"{GROUPS}cpu.max": "torn\n"}, 8, 8),
+        ({**V1, f"{GROUPS}cpu/cpu.cfs_quota_us": "-1\n"}, 8, 8),
+        ({**V1, f"{GROUPS}cpu/cpu.cfs_period_us": "0\n"}, 8, 8),
+        # The tightest limit counts.
+        ({**V2, f"{GROUPS}job/step/cpu.max": "50000 100000\n"}, 8, 0.5),
+        ({**V2, f"{GROUPS}job/cpu.max": "600000 100000\n"}, 4, 4),
+        ({**V2, f"{GROUPS}job/cpu.max": "600000 100000\n"}, 7, 6),
     ],
 )
-def test_without_a_limit_below_the_host_it_is_the_host(
-    files: dict[str, str], tmp_path: Path
+def test_how_many_processors_can_be_used(
+    files: dict[str, str], affinity: int, count: float, tmp_path: Path
 ) -> None:
-    found = Container(tmp_path, files).processors()
-    assert (found.count, found.times) == (8, processor_times)
-
-
-def test_the_tightest_limit_counts(tmp_path: Path) -> None:
-    lay(tmp_path, {**V2, f"{GROUPS}job/step/cpu.max": "50000 100000\n"})
-    found = quota(tmp_path)
-    assert found is not None and (found.cpus, found.used()) == (0.5, 1.0)
-    wide = {**V2, f"{GROUPS}job/cpu.max": "600000 100000\n"}
-    assert Container(tmp_path / "4", wide, affinity=4).processors().count == 4
-    assert Container(tmp_path / "7", wide, affinity=7).processors().count == 6
-
-
-def test_a_quota_without_what_was_used_has_no_share(tmp_path: Path) -> None:
-    container = Container(tmp_path, {OWN: "0::/\n", f"{GROUPS}cpu.max": "100000 100000\n"})
-    assert container.processors().count == 1.0
-    assert container.share(1.0, {}) is None
-    reading = HostReader(busy=lambda: None, num_cpus=1.0).read()
-    assert (reading.utilization, reading.num_cpus, reading.threads) == (None, 1.0, {})
-
-
-FOLDER = f"{GROUPS}memory/"
+    found = usable_processors(lay(tmp_path, files), count=8, affinity=range(affinity))
+    assert found.count == count
+    assert (found.times is processor_times) == (count == 8)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +223,9 @@ FOLDER = f"{GROUPS}memory/"
             # In a container the group has the name that it has on the host.
             {
                 OWN: "5:cpu:/x\n4:memory:/docker/0123\n0::/\n",
-                f"{FOLDER}memory.limit_in_bytes": "1000000\n",
-                f"{FOLDER}memory.usage_in_bytes": "400000\n",
-                f"{FOLDER}memory.stat": "inactive_file 5\ntotal_inactive_file 100000\n",
+                f"{GROUPS}memory/memory.limit_in_bytes": "1000000\n",
+                f"{GROUPS}memory/memory.usage_in_bytes": "400000\n",
+                f"{GROUPS}memory/memory.stat": "inactive_file 5\ntotal_inactive_file 100000\n",
             },
             Memory(300_000, 1_000_000),
         ),
@@ -305,64 +244,32 @@ def test_memory_is_that_of_the_tightest_group(
 # --- threads ---------------------------------------------------------------------------------
 
 
-def stat(name: str, user: int, system: int, born: int = 5) -> str:
-    fields = ["S", *["0"] * 10, str(user), str(system), *["0"] * 6, str(born), "0"]
-    return f"1 ({name}) {' '.join(fields)}\n"
-
-
 def test_the_load_of_threads_is_told_by_their_names(tmp_path: Path) -> None:
     now = [0.0]
     loads = ThreadLoads(tmp_path, clock=lambda: now[0], ticks=100)
-    task = "77/task/"
     names = {77: "python", 78: "replica-0", 79: "replica-1", 80: "replica-2) (x", 81: "replica-0"}
-    lay(tmp_path, {f"{task}{tid}/stat": stat(name, 1000, 0) for tid, name in names.items()})
-    assert loads.read(77) == {}
-    now[0] = 2.0
-    spent = {77: (1100, 0), 78: (1100, 50), 79: (1000, 0), 80: (1200, 0), 81: (1020, 0)}
-    lay(tmp_path, {f"{task}{tid}/stat": stat(names[tid], *spent[tid]) for tid in names})
+
+    def after(seconds: float, born: int = 5, **spent: tuple[int, int]) -> dict[str, float]:
+        """The loads, when threads have computed so long as users and in the system."""
+        now[0] += seconds
+        for thread, (user, system) in spent.items():
+            number = int(thread.removeprefix("t"))
+            fields = ["S", *["0"] * 10, str(user), str(system), *["0"] * 6, str(born), "0"]
+            text = f"1 ({names[number]}) {' '.join(fields)}\n"
+            lay(tmp_path, {f"77/task/{number}/stat": text})
+        return loads.read(77)
+
+    assert after(0.0, **{f"t{number}": (1000, 0) for number in names}) == {}
+    spent = {"t77": (1100, 0), "t78": (1100, 50), "t80": (1200, 0), "t81": (1020, 0)}
     expected = {"main": 0.5, "replica-0": 0.85, "replica-1": 0.0, "replica-2) (x": 1.0}
-    assert loads.read(77) == pytest.approx(expected)
-    now[0] = 2.01
-    assert loads.read(77) == pytest.approx(expected), "too soon to tell anything new"
+    assert after(2.0, **spent) == pytest.approx(expected)
+    # Too soon to tell anything new.
+    assert after(0.01, t77=(1101, 0)) == pytest.approx(expected)
     # Another thread under the same number has its own beginning.
-    now[0] = 3.0
-    lay(tmp_path, {f"{task}79/stat": stat("replica-1", 1090, 0, born=9)})
-    assert "replica-1" not in loads.read(77)
-    now[0] = 4.0
-    (tmp_path / task / "78/stat").write_text("torn")
-    assert "replica-0" in loads.read(77), "one of its threads is still there"
+    assert "replica-1" not in after(1.0, born=9, t79=(1090, 0))
+    (tmp_path / "77/task/78/stat").write_text("torn")
+    assert "replica-0" in after(1.0), "one of its threads is still there"
     # Another process, and one that is gone.
     assert loads.read(78) == {}
-    now[0] = 5.0
+    now[0] += 1.0
     assert loads.read(78) == {}
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system tells no threads")
-def test_a_replica_that_computes_is_seen_as_busy() -> None:
-    enough = threading.Event()
-    found: dict[str, float] = {}
-
-    class Spins(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            while int(x[0, 0]) == 1 and not enough.wait(0):
-                pass
-            return x
-
-    def watch() -> None:
-        # The second replica computes until its load has been seen, or for twenty seconds.
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and found.get("replica-1", 0.0) <= 0.05:
-            enough.wait(0.2)
-            found.update(host.read().threads)
-        enough.set()
-
-    model = dp.DataParallel(Spins(), ["cpu", "cpu"])
-    model(torch.zeros(2, 1))
-    host = HostReader(os.getpid, busy=lambda: 0.5)
-    host.read()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model(torch.tensor([[0.0], [1.0]]))
-    watcher.join(30)
-    assert not watcher.is_alive()
-    assert found["replica-1"] > 0.05 > found["replica-0"]

@@ -61,20 +61,16 @@ def machine() -> Iterator[MonitorServer]:
         yield server
 
 
-class Reply:
-    """What came back."""
-
-    def __init__(self, answer: http.client.HTTPResponse) -> None:
-        self.status, self.headers, self.body = answer.status, answer.headers, answer.read()
-
-
-def ask(server: MonitorServer, path: str, *, method: str = "GET", **headers: str) -> Reply:
+def ask(server: MonitorServer, path: str, *, method: str = "GET", **headers: str) -> Any:
+    """The answer, with its status, headers and body."""
     address = str(server.server_address[0])
     with contextlib.closing(
         http.client.HTTPConnection(address, server.server_port, timeout=10)
     ) as connection:
         connection.request(method, path, headers=headers)
-        return Reply(connection.getresponse())
+        answer: Any = connection.getresponse()
+        answer.body = answer.read()
+        return answer
 
 
 # --- what it answers ---------------------------------------------------------------------------
@@ -379,23 +375,6 @@ def test_commands(
     assert failing.is_closed == (status == 1)
 
 
-def test_prometheus_that_is_missing_is_explained(
-    failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("prometheus_client")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert serve() == 2
-    assert 'pip install "dataparallel[monitor]"' in capsys.readouterr().err
-
-
-def test_signals_are_left_as_they_were() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), serve_command.stopped_by_signals():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 # --- the page, in Chromium that is driven over a pipe by its DevTools protocol ------------------
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -559,24 +538,6 @@ def test_numbers_charts_and_phases_are_drawn_and_go_on(browser: Browser) -> None
         assert browser.tell(ROWS) == 1
         assert "cuda:1" not in browser.tell(legends)[0]
     assert browser.errors == []
-
-
-@needs_chromium
-def test_the_pointer_tells_the_values_of_a_time(browser: Browser) -> None:
-    store = SampleStore()
-    for tick in range(11):
-        busy: dict[str, float | None] = {"utilization": tick / 10}
-        store.add(make_sample(tick, devices=(DeviceReading("cpu", "CPU", "cpu", None, busy),)))
-    with site(store) as server:
-        browser.open(server.url)
-        legend = text_of("#devices .u-legend")
-        browser.wait(f"{legend}.includes('100 %')")
-        browser.tell("document.querySelector('#devices figure').scrollIntoView()")
-        over = "document.querySelector('#devices .u-over').getBoundingClientRect()"
-        box = browser.tell(f"{over}.toJSON()")
-        x, y = box["x"] + 0.3 * box["width"], box["y"] + box["height"] / 2
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        browser.wait(f"{legend}.includes('30 %')")
 
 
 EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.title='too'</script>"

@@ -7,7 +7,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from dataparallel.threads.timeline import Listener, Span, Timeline
 from tests.optimizer_cases import apply_torchs
 
 WRAPPERS = [DataParallel, DistributedDataParallel]
+X = torch.ones(5, 6)
+BOTH = (0, 1)
 
 
 def net() -> nn.Module:
@@ -30,67 +31,81 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def spans_of(model: DataParallel[Any], step: Callable[[], Any]) -> list[Span]:
+def train(model: Any) -> None:
+    model(X).sum().backward()
+
+
+def spans_of(model: DataParallel[Any], step: Callable[[Any], Any] = train) -> list[Span]:
     found: list[Span] = []
     model.timeline.subscribe(Listener(found.append))
-    try:
-        step()
-    finally:
-        model.timeline.unsubscribe(Listener(found.append))
-    return sorted(found, key=lambda span: span.begin)
-
-
-def forward_and_backward(model: DataParallel[Any]) -> None:
-    model(torch.ones(5, 6)).sum().backward()
+    step(model)
+    # One that equals it.
+    model.timeline.unsubscribe(Listener(found.append))
+    assert not model.timeline.listeners
+    return sorted(found, key=lambda span: (span.begin, span.replicas))
 
 
 def phases(spans: list[Span]) -> list[tuple[str, tuple[int, ...]]]:
     return [(span.phase, span.replicas) for span in spans]
 
 
-def test_a_forward_and_backward_of_data_parallel() -> None:
+class Telling(nn.Module):
+    """Calls a function with the index of the replica."""
+
+    def __init__(self, tell: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        replica = dataparallel.current_replica()
+        assert replica is not None
+        found = self.tell(replica.index)
+        return x if found is None else x * found
+
+
+def test_a_step_of_data_parallel() -> None:
     model = DataParallel(net(), ["cpu", "cpu"])
-    spans = spans_of(model, lambda: model(torch.ones(5, 6)).sum().backward())
-    told = phases(spans)
-    assert told[:2] == [("scatter", (0, 1)), ("scatter", (0, 1))]
-    assert sorted(told[2:4]) == [("forward", (0,)), ("forward", (1,))]
-    assert told[4:] == [("gather", (0, 1)), ("backward", (0, 1))]
-    ends = [span.end for span in spans]
-    assert ends == sorted(ends) or ends[3] < ends[2]
-    assert all(span.begin <= span.end for span in spans)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        told = phases(spans_of(one))
+        # Inputs, and parameters.
+        assert told[:2] == [("scatter", BOTH), ("scatter", BOTH)]
+        assert sorted(told[2:4]) == [("forward", (0,)), ("forward", (1,))]
+        assert told[4:] == [("gather", BOTH), ("backward", BOTH)]
+        # A copy has a timeline of its own.
+        assert (one.timeline is model.timeline) == (one is model)
 
 
 def test_the_replicas_of_the_wrapper_with_a_reducer_have_backwards_of_their_own() -> None:
     model = DistributedDataParallel(net(), ["cpu", "cpu"])
-    for _ in range(2):
-        model(torch.ones(5, 6)).sum().backward()
-    spans = spans_of(model, lambda: model(torch.ones(5, 6)).sum().backward())
-    told = phases(spans)
-    assert {("backward", (0,)), ("backward", (1,))} <= set(told)
+    train(model)
+    train(model)
+    spans = spans_of(model)
+    assert {("backward", (0,)), ("backward", (1,))} <= set(phases(spans))
     # The replica that is last sums up, within its backward; then the result is handed out.
     sums = [span for span in spans if span.phase == "reduce local"]
-    own = next(span for span in spans if told[spans.index(span)] == ("backward", sums[0].replicas))
+    own = next(
+        span for span in spans if (span.phase, span.replicas) == ("backward", sums[0].replicas)
+    )
     assert own.begin < sums[0].begin <= sums[0].end < own.end
-    assert sums[-1].replicas == (0, 1) and sums[-1].begin >= own.end
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_loss_in_the_replicas_is_a_phase_within_their_forward(wrapper: Any) -> None:
-    model = wrapper(net(), ["cpu", "cpu"])
-    x, y = torch.ones(5, 6), torch.ones(5, 3)
-    spans = spans_of(model, lambda: model.loss(nn.MSELoss(), x, y).backward())
-    for replica in range(2):
-        forward = next(s for s in spans if s.phase == "forward" and s.replicas == (replica,))
-        loss = next(s for s in spans if s.phase == "loss" and s.replicas == (replica,))
-        assert forward.begin < loss.begin <= loss.end <= forward.end
+    assert sums[-1].replicas == BOTH and sums[-1].begin >= own.end
 
 
 def test_a_step_in_backward_is_an_optimizers_phase() -> None:
     module = net()
     apply_torchs(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    model = DistributedDataParallel(module, ["cpu", "cpu"])
-    spans = spans_of(model, lambda: model(torch.ones(5, 6)).sum().backward())
+    spans = spans_of(DistributedDataParallel(module, ["cpu", "cpu"]))
     assert ("optimizer", (0,)) in phases(spans)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_loss_in_the_replicas_is_a_phase_within_their_forward(wrapper: Any) -> None:
+    y = torch.ones(5, 3)
+    model = wrapper(net(), ["cpu", "cpu"])
+    spans = spans_of(model, lambda model: model.loss(nn.MSELoss(), X, y).backward())
+    for replica in BOTH:
+        own = {span.phase: span for span in spans if span.replicas == (replica,)}
+        forward, loss = own["forward"], own["loss"]
+        assert forward.begin < loss.begin <= loss.end <= forward.end
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -100,34 +115,31 @@ def test_nothing_is_made_while_nobody_listens(
     model = wrapper(net(), ["cpu", "cpu"])
     # The first iterations are sampled for torch's logging data.
     for _ in range(11):
-        model(torch.ones(5, 6)).sum().backward()
+        train(model)
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a span was made")
 
     monkeypatch.setattr(timeline, "Span", refuse)
     monkeypatch.setattr(step, "mark_backward", refuse)
-    model(torch.ones(5, 6)).sum().backward()
+    train(model)
     model.timeline.subscribe(Listener(lambda span: None))
     with pytest.raises(AssertionError, match="a span was made"):
-        model(torch.ones(5, 6))
+        train(model)
 
 
 def test_an_error_ends_a_span_as_failed() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            replica = dataparallel.current_replica()
-            if replica is not None and replica.index == 1:
-                raise ValueError("not today")
-            return x
+    def fail(index: int) -> None:
+        if index == 1:
+            raise ValueError("not today")
 
-    model = DataParallel(Failing(), ["cpu", "cpu"])
+    model = DataParallel(Telling(fail), ["cpu", "cpu"])
 
-    def step() -> None:
+    def failing(model: Any) -> None:
         with pytest.raises(ValueError, match=r"not today\nin replica 1"):
-            model(torch.ones(4, 2))
+            model(X)
 
-    spans = spans_of(model, step)
+    spans = spans_of(model, failing)
     failed = {span.replicas: span.failed for span in spans if span.phase == "forward"}
     assert failed == {(0,): False, (1,): True}
     assert [phase for phase, _ in model.timeline.now] == ["idle", "idle"]
@@ -137,34 +149,40 @@ def test_a_backward_that_fails_leaves_the_next_one_alone() -> None:
     model = DataParallel(net(), ["cpu", "cpu"])
     found: list[Span] = []
     model.timeline.subscribe(Listener(found.append))
-    out = model(torch.ones(5, 6))
+    out = model(X)
     handle = model.module[0].weight.register_hook(lambda grad: 1 / 0)  # type: ignore[index]
     with pytest.raises(ZeroDivisionError, match="division"):
         out.sum().backward(retain_graph=True)
     handle.remove()
     assert "backward" not in [span.phase for span in found]
-    model(torch.ones(5, 6))
+    model(X)
     assert [phase for phase, _ in model.timeline.now] == ["idle", "idle"]
     out.sum().backward()
     assert [span.phase for span in found].count("backward") == 1
 
 
-def test_now_tells_the_phase_of_each_replica_while_it_lasts() -> None:
+def test_a_replica_is_in_its_forward_and_idle_while_it_waits_for_others_there() -> None:
+    comes = threading.Event()
     seen: dict[int, str] = {}
-    lock = threading.Barrier(2, timeout=20)
 
-    class Looking(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            replica = dataparallel.current_replica()
-            assert replica is not None
-            lock.wait()
-            seen[replica.index] = model.timeline.now[replica.index][0]
-            return x
+    def meet(index: int) -> object:
+        meeting = current_rendezvous()
+        assert meeting is not None
+        seen[index] = model.timeline.now[index][0]
+        if index == 1:
+            comes.set()
+        else:
+            assert comes.wait(20)
+            while model.timeline.now[1][0] != "idle":
+                time.sleep(0.001)
+            time.sleep(0.02)
+        return meeting.exchange("sum", 1, lambda values: [sum(values)] * 2)
 
-    model = DataParallel(Looking(), ["cpu", "cpu"])
-    model.timeline.subscribe(Listener(lambda span: None))
-    model(torch.ones(4, 2))
+    model = DataParallel(Telling(meet), ["cpu", "cpu"])
+    spans = spans_of(model, lambda model: model(X))
     assert seen == {0: "forward", 1: "forward"}
+    (waited,) = (span for span in spans if span.phase == "idle")
+    assert waited.replicas == (1,) and waited.end - waited.begin > 20_000_000
     assert [phase for phase, _ in model.timeline.now] == ["idle", "idle"]
 
 
@@ -180,62 +198,16 @@ def test_a_wrapper_in_a_replica_of_another_one_tells_its_own_timeline() -> None:
     parallel_apply([call] * 3, [()] * 3, devices=["cpu"] * 3)
     call()
     # To the third replica of the outer wrapper none of the inner one belongs.
-    assert sorted(span.replicas for span in found) == [(0,), (0, 1), (0, 1), (1,)]
+    assert sorted(span.replicas for span in found) == [(0,), BOTH, BOTH, (1,)]
 
 
-def test_a_replica_that_waits_for_others_in_its_forward_is_idle() -> None:
-    comes = threading.Event()
-
-    class Meeting(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            replica = dataparallel.current_replica()
-            meeting = current_rendezvous()
-            assert replica is not None and meeting is not None
-            if replica.index == 1:
-                comes.set()
-            else:
-                assert comes.wait(20)
-                while model.timeline.now[1][0] != "idle":
-                    time.sleep(0.001)
-                time.sleep(0.02)
-            return x * meeting.exchange("sum", 1, lambda values: [sum(values)] * 2)
-
-    model = DataParallel(Meeting(), ["cpu", "cpu"])
-    model.timeline.subscribe(Listener(lambda span: None))
-    spans = spans_of(model, lambda: model(torch.ones(4, 2)))
-    (waited,) = (span for span in spans if span.phase == "idle")
-    assert waited.replicas == (1,) and waited.end - waited.begin > 20_000_000
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_copies_of_a_wrapper_have_timelines_of_their_own(wrapper: Any) -> None:
-    model = wrapper(net(), ["cpu", "cpu"])
-    model.timeline.subscribe(Listener(lambda span: None))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin.timeline is not model.timeline and not twin.timeline.listeners
-        told = phases(spans_of(twin, partial(forward_and_backward, twin)))
-        assert ("backward", (0, 1)) in told or ("backward", (1,)) in told
-
-
-def test_listeners_come_and_go() -> None:
+def test_listeners_are_told_of_calls() -> None:
     told: list[str] = []
     line = Timeline([torch.device("cpu")])
-    first = Listener(lambda span: told.append(f"first {span.phase}"))
-    second = Listener(
-        lambda span: told.append(f"second {span.phase}"),
-        lambda sizes, trains: told.append(f"{sizes} {trains}"),
-    )
-    line.subscribe(first)
-    line.subscribe(second)
-    with line.span("forward"):
-        pass
+    listener = Listener(on_call=lambda sizes, trains: told.append(f"{sizes} {trains}"))
+    line.subscribe(listener)
+    line.subscribe(Listener())
     line.call([4])
-    line.unsubscribe(first)
-    with line.span("gather", 0):
-        pass
-    line.unsubscribe(second)
-    assert not line.listeners
-    with line.span("loss"):
-        pass
+    line.unsubscribe(listener)
     line.call([4])
-    assert told == ["first forward", "second forward", "[4] True", "second gather"]
+    assert told == ["[4] True"]

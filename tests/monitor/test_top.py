@@ -8,23 +8,17 @@ import io
 import json
 import math
 import os
+import pty
 import signal
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pexpect
-import pyte
 import pytest
-import torch
 from rich.console import Console
-from torch import nn
 
-import dataparallel
-from dataparallel.monitor import StepMonitor
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.alerts import find_alerts
@@ -48,7 +42,6 @@ from tests.monitor.cases import (
     sample,
     samples,
 )
-from tests.monitor.cases import run_folder as run_folder
 
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
@@ -497,110 +490,34 @@ def test_a_termination_gives_the_terminal_back(name: str) -> None:
         signal.signal(number, before)
 
 
-# --- a real process in a real terminal -----------------------------------------------------------
+@pytest.mark.parametrize("ends", [b"q", None])
+def test_a_key_or_ctrl_c_ends_it_and_the_terminal_is_as_before(
+    ends: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, slave = pty.openpty()
+    with os.fdopen(master, "wb", buffering=0) as keys, os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        before = termios.tcgetattr(slave)
 
+        def press() -> None:
+            # Keys are not echoed, and those that mean nothing do nothing.
+            assert not termios.tcgetattr(slave)[3] & (termios.ECHO | termios.ICANON)
+            keys.write(b"x\x1b[A")
+            assert not ended.wait(0.3)
+            if ends is None:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                keys.write(ends)
 
-class Terminal:
-    """`monitor top` in a terminal that can be looked at."""
-
-    def __init__(self, *words: str, columns: int, lines: int) -> None:
-        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        environment |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-        self.screen = pyte.Screen(columns, lines)
-        self._stream = pyte.Stream(self.screen)
-        self.raw = ""
-        self.child = pexpect.spawn(
-            sys.executable,
-            ["-m", "dataparallel", "monitor", "top", *words],
-            env=environment,
-            dimensions=(lines, columns),
-            encoding="utf-8",
-            # At an interrupt the terminal drops what it holds, half a character too.
-            codec_errors="replace",
-            timeout=60,
-        )
-        self.modes = termios.tcgetattr(self.child.child_fd)
-
-    def read(self) -> bool:
-        """Take what has been written; whether there may be more."""
+        ended = threading.Event()
+        # What does not end by it is ended, as a failure.
+        watchdog = threading.Timer(30, os.kill, (os.getpid(), signal.SIGTERM))
+        watchdog.start()
         try:
-            text = self.child.read_nonblocking(1 << 16, timeout=0.05)
-        except pexpect.TIMEOUT:
-            return True
-        except pexpect.EOF:
-            return False
-        self.raw += text
-        self._stream.feed(text)
-        return True
-
-    def until(self, condition: Callable[[str], bool]) -> str:
-        """Read until the screen is as it should be; the screen."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            more = self.read()
-            text = "\n".join(self.screen.display)
-            if condition(text):
-                return text
-            assert more, f"it ended with {self.raw[-2000:]!r}"
-        raise TimeoutError("\n".join(self.screen.display))
-
-    def resize(self, columns: int, lines: int) -> None:
-        self.read()
-        self.screen.resize(lines, columns)
-        self.screen.erase_in_display(2)
-        self.child.setwinsize(lines, columns)
-
-    def wait_for_end(self) -> None:
-        """It has ended well, and left no trace in the terminal."""
-        deadline = time.monotonic() + 60
-        while self.read():
-            assert time.monotonic() < deadline
-        self.child.wait()
-        assert (self.child.exitstatus, self.child.signalstatus) == (0, None)
-        assert self.raw.count(ENTER) == self.raw.count(LEAVE) == 1
-        assert SHOW_CURSOR in self.raw[self.raw.rindex("\x1b[?25l") :]
-        assert termios.tcgetattr(self.child.child_fd) == self.modes
-        assert "Traceback" not in self.raw
-        self.child.close()
-
-
-@pytest.fixture
-def training(run_folder: Any) -> Iterator[None]:
-    """This process trains on two replicas, and can be watched."""
-    model = dataparallel.DataParallel(nn.Linear(8, 1), ["cpu", "cpu"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    stop = threading.Event()
-
-    def train() -> None:
-        while not stop.wait(0.02):
-            model(torch.ones(6, 8)).sum().backward()
-            optimizer.step()
-
-    with StepMonitor(model):
-        thread = threading.Thread(target=train)
-        thread.start()
-        yield
-        stop.set()
-        thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_it_is_used_and_leaves_no_trace(training: None) -> None:
-    words = ("--attach", "auto", "--source", "cpu", "--interval", "0.2")
-    terminals = [Terminal(*words, columns=100, lines=34) for _ in range(2)]
-    first, second = terminals
-    for terminal in terminals:
-        text = terminal.until(lambda text: "── replicas" in text and " steps/s" in text)
-        assert ENTER in terminal.raw and "q quits" in text
-        assert "── devices" in text and f"pid {os.getpid()}" in text and "Linear" in text
-    # Keys are not echoed, and those that mean nothing do nothing.
-    first.child.send("x\x1b[A")
-    first.resize(20, 10)
-    text = first.until(lambda text: "Linear" in text and "──" not in text)
-    assert "cpu" in text and "^[" not in text
-    first.resize(160, 40)
-    first.until(lambda text: "── devices" in text)
-    first.child.send("q")
-    second.child.sendintr()
-    for terminal in terminals:
-        terminal.wait_for_end()
+            text = live(FakeSampler(then=press))
+        finally:
+            watchdog.cancel()
+        ended.set()
+        assert "q quits" in text and text.count(ENTER) == text.count(LEAVE) == 1
+        assert SHOW_CURSOR in text[text.rindex("\x1b[?25l") :]
+        assert termios.tcgetattr(slave) == before

@@ -29,7 +29,6 @@ from dataparallel.tools.monitor.sources.nvml_errors import (
     DeviceLost,
     NvmlUnavailable,
     explain,
-    package_problem,
 )
 from dataparallel.tools.monitor.sources.nvml_processes import (
     LISTS,
@@ -94,8 +93,6 @@ class NvmlSource:
         self._lock = threading.Lock()
         self._opened_at: float | None = None
         self._failure: NvmlUnavailable | None = None
-        problem = package_problem()
-        self._package_notes = [] if problem is None else ["; ".join(problem)]
 
     def attach(self, info: RunInfo | None) -> None:
         """Name the devices as a run does.
@@ -165,7 +162,7 @@ class NvmlSource:
         for slot in self._slots:
             self._divide(slot)
         names = self._names()
-        notes = [*self._package_notes, *names.notes]
+        notes = [*names.notes]
         if not self._slots:
             notes.append("the NVIDIA driver works, but there is no device; see: nvidia-smi -L")
         devices: list[DeviceReading] = []
@@ -252,7 +249,7 @@ class NvmlSource:
         devices = tuple(
             self._lost(slot, names.get(slot.key, f"nvml:{slot.index}")) for slot in self._slots
         )
-        return SourceReading(devices, notes=(f"nothing from NVIDIA: {error}", *self._package_notes))
+        return SourceReading(devices, notes=(f"nothing from NVIDIA: {error}",))
 
     def _notes(self, slot: Slot, device: str, values: Mapping[str, float]) -> list[str]:
         notes = []

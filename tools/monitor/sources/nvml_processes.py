@@ -8,15 +8,8 @@ from typing import Any
 
 from dataparallel.tools.monitor.sources.nvml_query import Query, number
 
-#: For one list the functions in the order in which they are tried: that of the newest driver
-#: first, and the form that older ones have.
-_PAIRS = (
-    ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetComputeRunningProcesses_v2"),
-    ("nvmlDeviceGetGraphicsRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
-)
-
-#: All of them.
-LISTS = tuple(name for pair in _PAIRS for name in pair)
+#: The functions that list them.
+LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 
 #: The namespace of the processes of the host itself, a constant of the Linux kernel.
 _OF_THE_HOST = "pid:[4026531836]"
@@ -54,11 +47,8 @@ class Processes:
             memory_total: Bytes of memory that the device has; more cannot be held.
         """
         memory: dict[int, float | None] = {}
-        for newest, older in _PAIRS:
-            found = self._query(newest, self._handle)
-            if found is None:
-                found = self._query(older, self._handle)
-            for one in found or ():
+        for function in LISTS:
+            for one in self._query(function, self._handle) or ():
                 held = None if one.usedGpuMemory is None else number(one.usedGpuMemory)
                 if held is not None and memory_total is not None and held > memory_total:
                     # Structures of another driver's version are read as nonsense.

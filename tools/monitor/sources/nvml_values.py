@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +53,6 @@ def read_memory(query: Query, handle: Any) -> dict[str, float]:
     """The memory of a device; as ``nvidia-smi``, without what the driver keeps for itself."""
     memory = query(MEMORY, handle, version=_MEMORY_V2)
     if memory is None:
-        memory = query(MEMORY, handle)
-    if memory is None:
         return {}
     found = {name: number(getattr(memory, name)) for name in ("used", "free", "total")}
     return {f"memory_{name}": float(value) for name, value in found.items() if value is not None}
@@ -98,8 +94,6 @@ def read_throttle(query: Query, handle: Any) -> tuple[str, ...]:
 
 #: The scope that asks for the sum over all links.
 _ALL_LINKS = 0xFFFFFFFF
-_LINK_COUNT = 91
-_MAX_LINKS = 72
 #: What a value's type is called in the union that holds it.
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _UNSIGNED_INT = 1
@@ -113,11 +107,6 @@ class _Entry:
     scale: float = 1.0
     is_counter: bool = True
 
-    @property
-    def is_link(self) -> bool:
-        """Whether it tells of a single link."""
-        return self.scale != 1.0 and self.scope != _ALL_LINKS
-
 
 _ENTRIES = (
     _Entry("memory_temperature", 82, is_counter=False),
@@ -126,7 +115,6 @@ _ENTRIES = (
     # In KiB.
     _Entry("nvlink_sent", 138, _ALL_LINKS, 1024),
     _Entry("nvlink_received", 139, _ALL_LINKS, 1024),
-    _Entry("", _LINK_COUNT, is_counter=False),
 )
 
 
@@ -141,7 +129,6 @@ class NumberedFields:
     def __init__(self, query: Query, handle: Any) -> None:
         self._query = query
         self._handle = handle
-        self._entries: tuple[_Entry, ...] = _ENTRIES
         self._before: dict[_Entry, float] = {}
         self._time = 0.0
 
@@ -151,43 +138,28 @@ class NumberedFields:
         Args:
             now: The time in seconds, by a clock for differences.
         """
-        wanted = [(entry.number, entry.scope) for entry in self._entries]
+        wanted = [(entry.number, entry.scope) for entry in _ENTRIES]
         found = self._query("nvmlDeviceGetFieldValues", self._handle, wanted)
-        read: dict[_Entry, float | None] = {}
-        for entry, one in zip(self._entries, found or (), strict=False):
+        before, self._before = self._before, {}
+        values: dict[str, float] = {}
+        for entry, one in zip(_ENTRIES, found or (), strict=False):
             if one.nvmlReturn in LOST:
                 raise DeviceLost(one.nvmlReturn)
-            read[entry] = None if one.nvmlReturn else _value(entry, one)
-        values: dict[str, float] = {}
-        missing: set[str] = set()
-        for entry, value in read.items():
-            told = self._growth(entry, value, now) if entry.is_counter else value
-            if told is None:
-                missing.add(entry.metric)
-            else:
-                values[entry.metric] = values.get(entry.metric, 0.0) + told
-        self._entries = tuple(self._next_entries(read))
-        self._before = {entry: value for entry, value in read.items() if value is not None}
+            value = None if one.nvmlReturn else _value(entry, one)
+            if value is None:
+                continue
+            self._before[entry] = value
+            told = self._growth(entry, value, before.get(entry), now) if entry.is_counter else value
+            if told is not None:
+                values[entry.metric] = told
         self._time = now
-        return {metric: v for metric, v in values.items() if metric and metric not in missing}
+        return values
 
-    def _next_entries(self, read: dict[_Entry, float | None]) -> Iterator[_Entry]:
-        """What to ask the next time: for a sum over links that is not told, each link."""
-        if not read:
-            yield from self._entries
-        links = next((int(v or 0) for entry, v in read.items() if entry.number == _LINK_COUNT), 0)
-        for entry, value in read.items():
-            if value is None and links and entry.scope == _ALL_LINKS:
-                for link in range(min(links, _MAX_LINKS)):
-                    yield dataclasses.replace(entry, scope=link)
-            elif value is not None or not entry.is_link or entry in self._before:
-                # A link that has never told anything is not in use.
-                yield entry
-
-    def _growth(self, entry: _Entry, value: float | None, now: float) -> float | None:
+    def _growth(
+        self, entry: _Entry, value: float, before: float | None, now: float
+    ) -> float | None:
         """Per second; None the first time, and where the counter or the time has gone back."""
-        before = self._before.get(entry)
-        if value is None or before is None or value < before or now <= self._time:
+        if before is None or value < before or now <= self._time:
             return None
         return (value - before) * entry.scale / (now - self._time)
 

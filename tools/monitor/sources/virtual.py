@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dataparallel import virtual
 from dataparallel.monitor.run import RunState
-from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
 from dataparallel.tools.monitor.sources.source import SourceReading
-
-#: In these a replica computes; in the others it copies or waits.
-COMPUTING: frozenset[Phase] = frozenset(
-    {"forward", "loss", "backward", "reduce local", "optimizer"}
-)
 
 _PREFIX = "virtual:"
 
@@ -24,9 +18,8 @@ _PREFIX = "virtual:"
 class VirtualSource:
     """Reads the virtual devices, which exist inside one process only.
 
-    Of this process it reads them itself. Of the run that is watched it takes what the run tells:
-    memory, and as utilization the share of time in which the replicas of a device computed, over
-    the steps that have ended since the last reading.
+    Of this process it reads them itself; of the run that is watched it takes what the run tells.
+    How busy one is nobody knows: it has no processors of its own.
 
     Example::
 
@@ -45,7 +38,6 @@ class VirtualSource:
     ) -> None:
         self._run = run
         self._pid = pid
-        self._meters: dict[str, ComputingShare] = {}
 
     def read(self) -> SourceReading:
         """Read the devices that there are."""
@@ -61,13 +53,7 @@ class VirtualSource:
             )
             memory = {name: _memory_there(name, state) for name in names}
         devices = tuple(
-            DeviceReading(
-                name,
-                "virtual device",
-                self.name,
-                values={"utilization": self._share(name, state), **memory[name]},
-            )
-            for name in names
+            DeviceReading(name, "virtual device", self.name, values=memory[name]) for name in names
         )
         processes = tuple(
             ProcessReading(name, state.pid, memory=memory[name].get("memory_used"))
@@ -78,55 +64,6 @@ class VirtualSource:
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _share(self, device: str, state: RunState | None) -> float | None:
-        if state is None or device not in state.info.devices:
-            return None
-        meter = self._meters.setdefault(device, ComputingShare())
-        replicas = [i for i, name in enumerate(state.info.devices) if name == device]
-        return meter.read(state, replicas)
-
-
-class ComputingShare:
-    """The share of time in which some replicas have computed since the last reading.
-
-    A run tells of a step when it has ended. While none has, what a replica does all the time counts
-    as 0 or 1, and what it did before stands for what is not known.
-
-    Example::
-
-        ComputingShare().read(state, [0])
-    """
-
-    def __init__(self) -> None:
-        self._time: float | None = None
-        self._computing = self._all = 0.0
-        self._share: float | None = None
-
-    def read(self, state: RunState, replicas: list[int]) -> float | None:
-        """The share, from 0 to 1; None when there was no step yet.
-
-        Args:
-            state: The run.
-            replicas: Indices of the replicas; of several that share a device the shares add up.
-        """
-        computing = sum(_seconds(state.totals[i], computing=True) for i in replicas)
-        total = sum(_seconds(state.totals[i]) for i in replicas) / len(replicas)
-        if total < self._all or computing < self._computing:
-            # Another run, or it has begun anew.
-            self._computing = self._all = 0.0
-        if total > self._all:
-            self._share = min(1.0, (computing - self._computing) / (total - self._all))
-        elif self._time is not None:
-            now = [state.now[i] for i in replicas]
-            if min(since for _, since in now) >= state.time - self._time > 0:
-                self._share = float(any(phase in COMPUTING for phase, _ in now))
-        self._time, self._computing, self._all = state.time, computing, total
-        return self._share
-
-
-def _seconds(totals: Mapping[Phase, float], *, computing: bool = False) -> float:
-    return sum(seconds for phase, seconds in totals.items() if not computing or phase in COMPUTING)
 
 
 def _memory_here(device: str) -> dict[str, float | None]:
