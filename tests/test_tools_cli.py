@@ -153,10 +153,10 @@ def test_a_reader_that_goes_away_is_no_error_nor_is_none(
     os.close(reader)
     with redirected(os.fdopen(writer, "wb", buffering=buffering), monkeypatch):
         assert cli.main(["bench"]) == 0
+    assert capsys.readouterr().err == ""
     # As in a program without a console.
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["bench"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_package_is_explained_by_its_extra() -> None:
