@@ -60,7 +60,7 @@ class DistributedOptimizer:
     ) -> None:
         groups = _groups_by_owner(params_rref)
         calls = {owner: (optimizer_class, each, args, kwargs) for owner, each in groups.items()}
-        self._optimizers: dict[str, RRef[_LocalOptimizer]] = _on_all(
+        self._optimizers: dict[str, RRef[torch.optim.Optimizer]] = _on_all(
             "the optimizer could not be made", _make, calls
         )
 
@@ -83,46 +83,8 @@ class DistributedOptimizer:
                 workers. The other workers have made their step.
         """
         find_context(context_id)
-        self._call("step", dict.fromkeys(self._optimizers, (context_id,)))
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The state of every worker's optimizer, copied to the CPU of this worker.
-
-        Example::
-
-            optimizer = DistributedOptimizer(torch.optim.Adam, [w], lr=0.1)
-            torch.save(optimizer.state_dict(), os.devnull)
-
-        Returns:
-            By the name of the worker, what ``state_dict()`` of its optimizer returns.
-        """
-        return self._call("state_dict", dict.fromkeys(self._optimizers, ()))
-
-    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give every worker's optimizer its state back.
-
-        Example::
-
-            optimizer = DistributedOptimizer(torch.optim.Adam, [w], lr=0.1)
-            optimizer.load_state_dict(optimizer.state_dict())
-
-        Args:
-            state_dict: What :meth:`state_dict` returned, for the same parameters in the same
-                order on workers of the same names.
-
-        Raises:
-            ValueError: It is for other workers or other parameters.
-        """
-        if set(state_dict) != set(self._optimizers):
-            raise ValueError(
-                f"the state is for the workers {sorted(state_dict)}, but the parameters belong to "
-                f"{sorted(self._optimizers)}: load what an optimizer of the same parameters saved"
-            )
-        self._call("load_state_dict", {owner: (state_dict[owner],) for owner in state_dict})
-
-    def _call(self, method: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        calls = {owner: (method, args[owner], rref) for owner, rref in self._optimizers.items()}
-        return _on_all(f"{method}() of the optimizer failed", _call, calls)
+        calls = {owner: (rref, context_id) for owner, rref in self._optimizers.items()}
+        _on_all("step() of the optimizer failed", _step, calls)
 
 
 def _groups_by_owner(params: Iterable[Any]) -> dict[str, _Groups]:
@@ -184,64 +146,33 @@ def _on_all(
 _turn = threading.Lock()
 
 
-class _LocalOptimizer:
-    """Updates parameters of this worker by the gradients of a context."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self, context_id: int) -> None:
-        """Update the parameters that have a gradient in the context."""
-        context = current_endpoint().worker.find(context_id)
-        if context is None:
-            # No call of the context came here, so no gradient did.
-            return
-        groups = self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        with _turn:
-            own = IN_GRAD.swap(parameters, [context.gradient(each) for each in parameters])
-            try:
-                self._optimizer.step()
-            finally:
-                IN_GRAD.swap(parameters, own)
-            # Calls that come next may use other streams.
-            for device in {parameter.device for parameter in parameters}:
-                if (stream := devices.current_stream(device)) is not None:
-                    stream.synchronize()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, on the CPU."""
-        with _turn:
-            state: dict[str, Any] = _on_cpu(self._optimizer.state_dict())
-            return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
-        with _turn:
-            self._optimizer.load_state_dict(state)
-
-
 def _make(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> RRef[_LocalOptimizer]:
+) -> RRef[torch.optim.Optimizer]:
     local = [
         {**group, "params": [rref.local_value() for rref in group["params"]]} for group in groups
     ]
-    return RRef(_LocalOptimizer(optimizer_class(local, *args, **kwargs)))
+    return RRef(optimizer_class(local, *args, **kwargs))
 
 
-def _call(method: str, args: Sequence[Any], rref: RRef[_LocalOptimizer]) -> Any:
-    return getattr(rref.local_value(), method)(*args)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_cpu(item) for item in value)
-    return value
+def _step(rref: RRef[torch.optim.Optimizer], context_id: int) -> None:
+    """Update the parameters of this worker that have a gradient in the context."""
+    context = current_endpoint().worker.find(context_id)
+    if context is None:
+        # No call of the context came here, so no gradient did.
+        return
+    optimizer = rref.local_value()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with _turn:
+        own = IN_GRAD.swap(parameters, [context.gradient(each) for each in parameters])
+        try:
+            optimizer.step()
+        finally:
+            IN_GRAD.swap(parameters, own)
+        # Calls that come next may use other streams.
+        for device in {parameter.device for parameter in parameters}:
+            if (stream := devices.current_stream(device)) is not None:
+                stream.synchronize()

@@ -117,20 +117,6 @@ class RRef(Generic[T]):
         """
         return bool(self._reference.is_owner())
 
-    def confirmed_by_owner(self) -> bool:
-        """Whether the owner knows of this reference.
-
-        Until it does, the worker that this reference came from keeps the value alive.
-
-        Example::
-
-            assert RRef(torch.ones(3)).confirmed_by_owner()
-
-        Returns:
-            Always True on the owner.
-        """
-        return bool(self._reference.confirmed_by_owner())
-
     def local_value(self, timeout: float | None = None) -> T:
         """The value itself, on the worker that owns it.
 

@@ -100,11 +100,12 @@ def test_gradients_have_memory_of_their_own() -> None:
         found = get_gradients(context_id)
         assert not found[a].requires_grad
         assert (found[a].tolist(), found[b].tolist()) == ([8.0] * 3, [[8.0] * 3])
+    a, b = ones(), ones()
     with context() as context_id:
         backward(context_id, [rpc_sync("worker1", torch.mul, (a + b, 2)).sum()])
         found = get_gradients(context_id)
         found[a].add_(100)
-        assert found[b].tolist() == [[2] * 3] and found[b].is_contiguous()
+        assert found[b].tolist() == [2] * 3 and found[b].is_contiguous()
 
 
 def test_ordinary_backward_is_told() -> None:

@@ -83,17 +83,6 @@ def others_still_work() -> None:
 # --- the last of four workers is lost ------------------------------------------------------------
 
 
-def killed_in_forward() -> None:
-    x = ones()
-    with context() as context_id:
-        before = rpc_sync("worker1", torch.mul, (x, 2.0))
-        with pytest.raises(RuntimeError, match="worker3"):
-            relayed(x, ["worker1", "worker3"], ends)
-        # What the others have done is there.
-        backward(context_id, [before.sum()])
-        assert get_gradients(context_id)[x].tolist() == [2] * 3
-
-
 def killed_in_backward() -> None:
     x = ones()
     with context() as context_id:
@@ -166,7 +155,6 @@ def losing(case: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        killed_in_forward,
         killed_in_backward,
         killed_while_another_computes,
         stopped,

@@ -25,9 +25,6 @@ from tests.distributed_autograd.rpc_workers import World, expect_clean_everywher
 
 #: More programs than those of each test run, and others each time.
 LONG_SEARCH = int(os.environ.get("DATAPARALLEL_EXAMPLES", "0"))
-#: Seconds that a call or a backward pass may take.
-LIMIT = 30.0
-
 #: What a worker has: the shape of each leaf, and whether it requires grad.
 LEAVES = {
     "bias": ((3,), True),
@@ -168,14 +165,14 @@ Message = tuple[list[Tensor], dict[int, int]]
 
 @dataclass
 class Body:
-    """A function that runs on a worker.
+    """A function that runs on a worker, and what it has by now.
 
     Args:
         seed: What it does.
         context_id: None in one process, with ordinary autograd.
         worker: Where it runs.
         size: How many workers there are.
-        values: What it has: its arguments, at first.
+        values: Its arguments, at first.
         slots: What it may load, with the workers: only what was stored before in any order of the
             calls that run at the same time.
         calls: How many calls it may make, those that its calls make included.
@@ -194,8 +191,16 @@ class Body:
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
-        self.here = _workers[self.worker]
-        self.fresh |= self._unshared(0)
+
+    @property
+    def here(self) -> Worker:
+        return _workers[self.worker]
+
+    def serve(self) -> Message:
+        """Run, on the worker that this code runs on."""
+        self.fresh = self._unshared(0)
+        self.steps(6)
+        return self.some(), self.slots
 
     def steps(self, most: int) -> None:
         """Run some steps, and wait for what they have started."""
@@ -298,18 +303,18 @@ class Body:
         self.calls -= 1 + share
         way = self.draw.choice(["sync", "async", "remote"])
         self._note(f"calls {seed} on {to}, {way}")
-        sent = self.some()
-        arguments = (seed, self.context_id, to, self.size, sent, self.slots, share)
+        body = Body(seed, self.context_id, to, self.size, self.some(), dict(self.slots), share)
         arrives = way != "remote" or to != self.worker
         answer: Callable[[], Message]
         if self.context_id is None:
-            found, slots = serve(seed, None, to, self.size, _copies(sent), self.slots, share)
+            body.values = _copies(body.values)
+            found, slots = body.serve()
             message = (_copies(found) if arrives else found, slots)
             answer = lambda: message  # noqa: E731
         elif way == "remote":
-            answer = distributed_autograd.remote(_name(to), serve, arguments, timeout=LIMIT).to_here
+            answer = distributed_autograd.remote(_name(to), Body.serve, (body,)).to_here
         else:
-            answer = distributed_autograd.rpc_async(_name(to), serve, arguments, timeout=LIMIT).wait
+            answer = distributed_autograd.rpc_async(_name(to), Body.serve, (body,)).wait
         self.running.append((answer, arrives))
         if way == "sync":
             self._wait(-1)
@@ -343,22 +348,7 @@ class Body:
         if self.context_id is None:
             torch.autograd.backward(roots, retain_graph=retain_graph)
         else:
-            distributed_autograd.backward(self.context_id, roots, retain_graph, timeout=LIMIT)
-
-
-def serve(
-    seed: int,
-    context_id: int | None,
-    worker: int,
-    size: int,
-    values: list[Tensor],
-    slots: dict[int, int],
-    calls: int,
-) -> Message:
-    """Run a body on the worker that this code runs on."""
-    body = Body(seed, context_id, worker, size, list(values), dict(slots), calls)
-    body.steps(6)
-    return body.some(), body.slots
+            distributed_autograd.backward(self.context_id, roots, retain_graph)
 
 
 def _copies(values: list[Tensor]) -> list[Tensor]:
@@ -370,50 +360,42 @@ def _copies(values: list[Tensor]) -> list[Tensor]:
 # --- both ways -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Outcome:
-    """What a program left: gradients by worker and name, and how often which function ran."""
-
-    gradients: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    runs: Counter[int] = field(default_factory=Counter)
+#: Gradients by worker and name, and how often which function ran.
+Outcome = tuple[dict[tuple[int, str], Tensor], Counter[int]]
 
 
 def _name(number: int) -> str:
     return f"worker{number}"
 
 
-def run_program(seed: int, size: int, context_id: int | None) -> None:
-    Body(seed, context_id, 0, size, [], {}, calls=20).begin_and_end()
-
-
 def alone(seed: int, size: int) -> Outcome:
     """The program in this process, with ordinary autograd."""
     _trace.clear()
-    outcome = Outcome()
+    gradients, runs = {}, Counter[int]()
     for number in range(size):
         begin(number)
-    run_program(seed, size, None)
+    Body(seed, None, 0, size, [], {}, calls=20).begin_and_end()
     for number in range(size):
         worker = _workers.pop(number)
-        outcome.runs.update(worker.runs)
+        runs.update(worker.runs)
         for name, leaf in worker.leaves.items():
             if leaf.grad is not None:
-                outcome.gradients[number, name] = leaf.grad
-    return outcome
+                gradients[number, name] = leaf.grad
+    return gradients, runs
 
 
 def over_workers(seed: int, size: int) -> Outcome:
     """The program on ``worker0``, which is here, and the others."""
-    outcome = Outcome()
+    gradients, runs = {}, Counter[int]()
     for number in range(size):
         torch_rpc.rpc_sync(_name(number), begin, (number,))
     with distributed_autograd.context() as context_id:
-        run_program(seed, size, context_id)
+        Body(seed, context_id, 0, size, [], {}, calls=20).begin_and_end()
         for number in range(size):
             part = torch_rpc.rpc_sync(_name(number), collect, (context_id, number))
-            outcome.gradients.update(part.gradients)
-            outcome.runs.update(part.runs)
-    return outcome
+            gradients.update(part[0])
+            runs.update(part[1])
+    return gradients, runs
 
 
 def collect(context_id: int, number: int) -> Outcome:
@@ -427,9 +409,8 @@ def collect(context_id: int, number: int) -> Outcome:
     worker = _workers[number]
     names = {leaf: (number, name) for name, leaf in worker.leaves.items()}
     assert all(leaf.grad is None for leaf in names), "there are gradients in .grad"
-    gradients = {names[leaf]: gradient for leaf, gradient in found.items()}
     with _counting:
-        return Outcome(gradients, Counter(worker.runs))
+        return {names[leaf]: found[leaf] for leaf in found}, Counter(worker.runs)
 
 
 def compare(seed: int) -> None:
@@ -437,15 +418,15 @@ def compare(seed: int) -> None:
     size = seed % 4 + 1
     # Torch 2.11 warns where it makes a sparse gradient without checks.
     with torch.sparse.check_sparse_tensor_invariants():
-        expected = alone(seed, size)
+        expected, runs = alone(seed, size)
         program = "\n".join([f"the program {seed}:", *_trace])
-        found = over_workers(seed, size)
-    assert found.gradients.keys() == expected.gradients.keys(), program
-    for key, gradient in expected.gradients.items():
-        assert found.gradients[key].layout == gradient.layout, (key, program)
-        values = found.gradients[key].to_dense(), gradient.to_dense()
+        found, runs_there = over_workers(seed, size)
+    assert found.keys() == expected.keys(), program
+    for key, gradient in expected.items():
+        assert found[key].layout == gradient.layout, (key, program)
+        values = found[key].to_dense(), gradient.to_dense()
         assert torch.allclose(*values, rtol=1e-9, atol=1e-9), (key, values, program)
-    assert found.runs == expected.runs, program
+    assert runs_there == runs, program
     expect_clean_everywhere()
 
 

@@ -252,46 +252,31 @@ def sums_are_not_accumulated(rank: int, reduced: bool) -> None:
     model.close()
 
 
-def some_or_all_do_not_use_parameters(
-    rank: int, replicas: int, view: bool, find: bool | None
-) -> None:
-    net = Net()
-    model = wrap(net, replicas, gradient_as_bucket_view=view, find_unused_parameters=find)
-    for step, unused_in in enumerate([(), (0,), (0, 1), ()]):
-        expected = bare_gradients(step, unused_in=unused_in)
-        check_step(rank, model, net, step, expected, use_rare=rank not in unused_in)
-    model.close()
-
-
-def flags_that_do_not_hold_are_errors(rank: int, options: dict[str, Any], message: str) -> None:
-    net = Net()
-    model = wrap(net, 1, **options)
-    check_step(rank, model, net, 0)
-    with context() as context_id:
-        with pytest.raises(RuntimeError, match=message):
-            backward(context_id, [loss_of(model, rank, 1, use_rare=False)])
-        assert in_context(context_id, net) == NO_GRADS
-    check_step(rank, model, net, 2)
-    model.close()
-
-
 def fail() -> None:
     raise ZeroDivisionError("on purpose")
 
 
-def a_failure_in_one_trainer_reaches_all(rank: int, replicas: int, view: bool) -> None:
+#: In which trainers a step does not use all parameters; and what all raise, or None.
+Steps = list[tuple[tuple[int, ...], str | None]]
+
+
+def steps_in_contexts(rank: int, replicas: int, options: dict[str, Any], steps: Steps) -> None:
+    """An error leaves nothing in the context, and the next step is right."""
     net = Net()
-    model = wrap(net, replicas, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
-    check_step(rank, model, net, 0)
-    with context() as context_id:
-        Net.call = fail if rank == 0 else None
-        loss = loss_of(model, rank, 1)
-        Net.call = None
-        message = "on purpose" if rank == 0 else "rank 0 .* failed in backward"
-        with pytest.raises((ZeroDivisionError, RuntimeError), match=message):
-            backward(context_id, [loss])
-        assert in_context(context_id, net) == NO_GRADS
-    check_step(rank, model, net, 2)
+    model = wrap(net, replicas, bucket_cap_mb=0.0001, **options)
+    for step, (unused_in, message) in enumerate(steps):
+        use_rare = rank not in unused_in
+        if message is None:
+            expected = bare_gradients(step, unused_in=unused_in)
+            check_step(rank, model, net, step, expected, use_rare=use_rare)
+            continue
+        with context() as context_id:
+            Net.call = fail if message == FAILED and rank == 0 else None
+            loss = loss_of(model, rank, step, use_rare=use_rare)
+            Net.call = None
+            with pytest.raises((ZeroDivisionError, RuntimeError), match=message):
+                backward(context_id, [loss])
+            assert in_context(context_id, net) == NO_GRADS
     model.close()
 
 
@@ -322,7 +307,14 @@ def a_trainer_without_data_takes_part(rank: int, view: bool) -> None:
     model.close()
 
 
+FAILED = "on purpose|rank 0 .* failed in backward"
 CHANGED = "training graph has changed in this iteration"
+VIEW = {"gradient_as_bucket_view": True}
+UNUSED: Steps = [((), None), ((0,), None), ((0, 1), None), ((), None)]
+FLAGS = [
+    ({"find_unused_parameters": False}, "2 parameters got no"),
+    ({"static_graph": True}, CHANGED),
+]
 TRAINERS_CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (one_step_in_each_context, (1,)),
     (one_step_in_each_context, (2,)),
@@ -330,13 +322,12 @@ TRAINERS_CASES: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     (each_context_accumulates_for_itself, (2, False)),
     (sums_are_not_accumulated, (False,)),
     (sums_are_not_accumulated, (True,)),
-    (some_or_all_do_not_use_parameters, (1, False, None)),
-    (some_or_all_do_not_use_parameters, (2, True, None)),
-    (some_or_all_do_not_use_parameters, (1, True, True)),
-    (flags_that_do_not_hold_are_errors, ({"find_unused_parameters": False}, "2 parameters got no")),
-    (flags_that_do_not_hold_are_errors, ({"static_graph": True}, CHANGED)),
-    (a_failure_in_one_trainer_reaches_all, (1, True)),
-    (a_failure_in_one_trainer_reaches_all, (2, False)),
+    (steps_in_contexts, (1, {}, UNUSED)),
+    (steps_in_contexts, (2, VIEW, UNUSED)),
+    (steps_in_contexts, (1, VIEW | {"find_unused_parameters": True}, UNUSED)),
+    *((steps_in_contexts, (1, flag, [((), None), ((0, 1), e), ((), None)])) for flag, e in FLAGS),
+    (steps_in_contexts, (1, VIEW, [((), None), ((), FAILED), ((), None)])),
+    (steps_in_contexts, (2, {}, [((), None), ((), FAILED), ((), None)])),
     (communication_hooks, (False,)),
     (communication_hooks, (True,)),
     (a_trainer_without_data_takes_part, (True,)),

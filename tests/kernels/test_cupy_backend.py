@@ -42,6 +42,12 @@ class NVRTCError(RuntimeError):
     """What the compiler of CuPy raises."""
 
 
+class Library(SimpleNamespace):
+    """A module, which can be a key."""
+
+    __hash__ = object.__hash__
+
+
 class Machine:
     """As much of CuPy and of torch.cuda as the kernels need, on devices that are not there.
 
@@ -102,9 +108,25 @@ class Machine:
                 Stream=SimpleNamespace(
                     from_external=lambda stream: self._set(stream=stream.__cuda_stream__()[1])
                 ),
-                nvrtc=Compiler(self),
+                nvrtc=Library(
+                    NVRTCError=NVRTCError,
+                    getVersion=lambda: (13, 0),
+                    getSupportedArchs=lambda: self.architectures,
+                    # A program is its text.
+                    createProgram=lambda text, name, headers, names: text,
+                    compileProgram=self._compile,
+                    getCUBIN=lambda program: b"\0.text.first\0.text.second\0",
+                    getPTX=lambda program: b".visible .entry first(.visible .entry second(",
+                    getProgramLog=lambda program: "line 7: no such type",
+                    destroyProgram=lambda program: None,
+                ),
             ),
         )
+
+    def _compile(self, program: str, options: tuple[str, ...]) -> None:
+        self.compiled.append((program, options))
+        if "does not compile" in program:
+            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
 
     def _load(self, path: str) -> Any:
         assert Path(path).stat().st_size
@@ -124,41 +146,6 @@ class Machine:
         # All other things that are passed would be addresses, or scalars of CuPy's choice.
         assert isinstance(value, np.ndarray) and value.size == 1
         self.launches.append(Launch(device, stream, name, grid, block, value.tobytes()))
-
-
-class Compiler:
-    """As much of ``cupy.cuda.nvrtc``; a program is its text."""
-
-    NVRTCError = NVRTCError
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    def getVersion(self) -> tuple[int, int]:
-        return 13, 0
-
-    def getSupportedArchs(self) -> tuple[int, ...]:
-        return self._machine.architectures
-
-    def createProgram(self, text: str, name: str, headers: Any, names: Any) -> str:
-        return text
-
-    def compileProgram(self, program: str, options: tuple[str, ...]) -> None:
-        self._machine.compiled.append((program, options))
-        if "does not compile" in program:
-            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
-
-    def getCUBIN(self, program: str) -> bytes:
-        return b"".join(b"\0.text.%b\0" % name for name in (b"first", b"second"))
-
-    def getPTX(self, program: str) -> bytes:
-        return b"".join(b".visible .entry %b(" % name for name in (b"first", b"second"))
-
-    def getProgramLog(self, program: str) -> str:
-        return "line 7: no such type"
-
-    def destroyProgram(self, program: str) -> None:
-        pass
 
 
 class Parameters(ctypes.Structure):
