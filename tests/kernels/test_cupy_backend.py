@@ -42,10 +42,11 @@ class NVRTCError(RuntimeError):
     """What the compiler of CuPy raises."""
 
 
-class Library(SimpleNamespace):
-    """A module, which can be a key."""
+class Library:
+    """A module; other than a namespace it can be a key."""
 
-    __hash__ = object.__hash__
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
 
 class Machine:
