@@ -58,14 +58,12 @@ class HostBackend(Backend):
 
     Attributes:
         launches: The names of the kernels that were launched, in order.
-        grids: How many blocks each launch had.
     """
 
     def __init__(self, schedule: int = 0, blocks: int = 3) -> None:
         self._schedule = schedule
         self._blocks = blocks
         self.launches: list[str] = []
-        self.grids: list[int] = []
 
     def serves(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -94,7 +92,6 @@ class HostBackend(Backend):
         size = getattr(found, f"{kernel}_bytes")()
         assert size == ctypes.sizeof(parameters), "the struct in Python is not that of the kernel"
         self.launches.append(kernel)
-        self.grids.append(blocks)
         status = getattr(found, kernel)(blocks, self._schedule, ctypes.byref(parameters))
         assert status == 0, f"some threads of {kernel} never reached a barrier that others wait at"
 

@@ -96,16 +96,6 @@ def test_long_sums_of_small_floats_are_widened_in_parts(monkeypatch: pytest.Monk
     assert_same_bits(kernels.reduce_add(terms, 0.3), sum_in_order(terms, 0.3))
 
 
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_launch_has_as_many_blocks_as_it_can_use(most: int) -> None:
-    host = HostBackend(blocks=most)
-    with backend.registered([host]):
-        # Of 256 threads with 4 elements each.
-        for size in (1, 1024, 1025, 10_000):
-            kernels.reduce_add([torch.randn(size)])
-    assert host.grids == [1, 1, min(2, most), most]
-
-
 # --- layouts and types -----------------------------------------------------------------------
 
 Lay = Callable[[torch.Tensor], torch.Tensor]
