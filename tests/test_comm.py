@@ -387,3 +387,27 @@ def test_the_host_waits_only_for_memory_that_it_may_change() -> None:
         late = comm.scatter(pageable, ["virtual:2", "virtual:3"])
         pageable.zero_()
         assert [values(chunk) for chunk in (*chunks, *late)] == [{1}] * 4
+
+
+def test_only_copies_to_another_accelerator_take_its_copy_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There they do not wait for what it computes."""
+    used: list[torch.Stream] = []
+    use = devices.use_stream
+
+    def noted(stream: torch.Stream) -> Any:
+        used.append(stream)
+        return use(stream)
+
+    monkeypatch.setattr(devices, "use_stream", noted)
+    tensor = torch.ones(4, device="virtual:0")
+    comm.broadcast(tensor, ["virtual:0", "virtual:1"])
+    assert used == [devices.copy_stream(torch.device("virtual:1"))]
+    used.clear()
+    comm.broadcast(tensor, ["cpu", "virtual:0"])
+    comm.gather([tensor, torch.ones(1)], destination="cpu")
+    comm.gather([tensor, tensor])
+    comm.reduce_add([tensor, tensor])
+    comm.scatter(tensor, ["cpu", "virtual:0"])
+    assert used == []

@@ -166,44 +166,6 @@ def test_late_gradients_that_some_ranks_do_not_wait_for_raise_in_all(cluster: Cl
 # --- errors --------------------------------------------------------------------------------------
 
 
-class Early(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
-
-
-def fail_early(rank: int, world_size: int, replicas: int) -> None:
-    """The last rank fails when all its buckets but one are sent."""
-    model = make(replicas)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    warm(model, rank)
-    for _ in range(2):
-        before = [p.grad.clone() for p in model.parameters()]
-        x = nn.Linear(4, 4)(batch(rank))
-        fails = rank == world_size - 1
-        kind = ArithmeticError if fails else CollectiveError
-        text = "on purpose" if fails else rf"rank {world_size - 1} .* failed in backward: "
-        with pytest.raises(kind, match=text):
-            model(Early.apply(x) if fails else x).sum().backward()
-        assert_all_close(grads_of(model), before, rtol=0, atol=0)
-        # All go on with the next step.
-        optimizer.zero_grad()
-        model(batch(rank)).sum().backward()
-        optimizer.step()
-    model.check_replicas()
-
-
-@pytest.mark.parametrize(("world_size", "replicas"), [(2, 2), (4, 1)])
-def test_who_fails_before_its_last_bucket_stops_all(
-    cluster: Cluster, world_size: int, replicas: int
-) -> None:
-    cluster.run(fail_early, world_size, replicas)
-
-
 def refusing(model: Any, before: Callable[[], object]) -> Any:
     """A hook that fails when the gradient is delivered, in this rank."""
 
