@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import math
 import pathlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,10 +19,10 @@ from torch import Tensor
 from benchmarks import autograd, collectives, common, kernel_cases, kernels, reducer
 from benchmarks.common import compare
 from benchmarks.kernel_cases import KernelCase
-from benchmarks.kernels import Stopwatch, Turn
+from benchmarks.kernels import Turn
 from dataparallel import kernels as our_kernels
 from dataparallel.kernels import backend
-from dataparallel.tools.bench.harness import Contestant, Outcome, Spread, Task
+from dataparallel.tools.bench.harness import Contestant, Outcome, Spread
 from tests.kernels.host_backend import HostBackend
 
 CPU = torch.device("cpu")
@@ -71,12 +69,6 @@ def test_sizes_are_bytes_with_or_without_a_unit() -> None:
     assert names == ["12 B", "1 KiB", "1536 B", "256 MiB"]
 
 
-def test_small_sizes_are_repeated_more_often() -> None:
-    sizes = [2**10, 2**20, 2**22]
-    assert [common.repetitions(size, 2**22, 3) for size in sizes] == [200, 12, 3]
-    assert [common.repetitions(size, 2**22, 500) for size in sizes] == [500] * 3
-
-
 def test_ours_is_compared_round_by_round_and_each_section_has_a_geometric_mean() -> None:
     line = compare("a", "1", {"ours": (1.0, 3.0), "torch": (2.0, 2.0), "none": (0.0, 1.0)}, True)
     assert line.seconds["ours"] == Spread(2.0, 1.0, 3.0)
@@ -92,31 +84,13 @@ def test_ours_is_compared_round_by_round_and_each_section_has_a_geometric_mean()
     assert (mean.median, mean.low, mean.high) == pytest.approx((0.25, 0.1, 0.4))
 
 
-@pytest.mark.parametrize("errors", [(1.0, 0.0), (0.0, math.nan), (math.inf, 0.0)])
-def test_a_wrong_result_in_any_process_is_seen(errors: tuple[float, float]) -> None:
-    said: list[dict[str, Any]] = [{"errors": {"x": 0.0}}, {"errors": {}}]
-    outcome = Outcome(Contestant("ours", "ours", ()), said, {}, said)
-    assert common.error_of([outcome], "x") == 0.0
-    wrong = [{"errors": {"x": error, "y": 5.0}} for error in errors]
-    for one in (
-        Outcome(outcome.contestant, wrong, {}, []),
-        Outcome(outcome.contestant, [], {}, wrong),
-    ):
-        assert not common.error_of([outcome, one], "x") <= 0.5
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        ((4.56e-7, 1e-7, 1e-6), ("0.46 µs", "0.10..1.00")),
-        ((1.234e-3, 0.99e-3, 2e-3), ("1.23 ms", "0.99..2.00")),
-        ((0.123, 0.1, 1.0), ("123 ms", "100..1000")),
-    ],
-)
-def test_a_range_has_the_unit_of_the_median(
-    seconds: tuple[float, ...], words: tuple[str, str]
-) -> None:
-    assert common.duration(Spread(*seconds)) == words
+@pytest.mark.parametrize("error", [0.0, 1.0, math.nan, math.inf])
+def test_a_wrong_result_in_any_process_is_seen(error: float) -> None:
+    right: list[dict[str, Any]] = [{"errors": {"x": 0.0, "y": 5.0}}, {"errors": {}}]
+    wrong = [*right, {"errors": {"x": error}}]
+    for checked, finished in ((right, wrong), (wrong, right)):
+        outcome = Outcome(Contestant("ours", "ours", ()), checked, {}, finished)
+        assert (common.error_of([outcome], "x") <= 0.5) == (error == 0.0)
 
 
 def conclude(right: bool, bar: float | None, json_path: str | None = None) -> int:
@@ -163,21 +137,6 @@ def test_layouts_are_processes_times_replicas() -> None:
     assert reducer.places("2x2", "gpu") == [["gpu:0", "gpu:1"], ["gpu:2", "gpu:3"]]
 
 
-def test_gradients_are_known_and_arrive_one_by_one_the_last_first() -> None:
-    model = reducer.KnownGradients([(2, 3), (4,), (5,)])
-    arrived: list[int] = []
-    for index, weight in enumerate(model.weights):
-        weight.register_hook(lambda grad, index=index: arrived.append(index))
-    samples = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    torch.cat([model(chunk) for chunk in samples.chunk(2)]).mean().backward()
-    expected = (1.5**2 + 3.5**2) / 2
-    assert reducer.known_gradient(samples, replicas=2) == pytest.approx(expected)
-    assert reducer.known_gradient(samples, replicas=1) == pytest.approx(2.5**2)
-    for weight in model.weights:
-        torch.testing.assert_close(weight.grad, torch.full_like(weight, expected))
-    assert arrived == [2, 1, 0]
-
-
 @pytest.mark.parametrize(("kind", "devices"), [("bare", ("cpu",)), ("ours", ("cpu", "cpu"))])
 def test_rounds_are_checked_against_known_gradients(kind: Any, devices: tuple[str, ...]) -> None:
     threads = torch.get_num_threads()
@@ -199,21 +158,6 @@ def test_rounds_are_checked_against_known_gradients(kind: Any, devices: tuple[st
     torch.set_num_threads(threads)
 
 
-def test_timings_of_all_iterations_are_summed() -> None:
-    class Timed(torch.nn.Module):
-        def __init__(self, **data: int) -> None:
-            super().__init__()
-            self._get_ddp_logging_data = lambda: data
-
-    times = {"comm": 2 * 10**9, "compute": 4 * 10**9, "compute_comm_overlap": 10**9}
-    data = {f"avg_backward_{name}_time": value for name, value in times.items()}
-    expected = {"iterations": 3, "communication": 6.0, "computation": 12.0, "exposed": 3.0}
-    assert reducer.communication(Timed(iteration=3, **data)) == pytest.approx(expected)
-    # Ours may have timed fewer than it has seen. And before anything was timed:
-    assert reducer.communication(Timed(iteration=9, num_sampled=3))["iterations"] == 3
-    assert reducer.communication(Timed(iteration=0))["communication"] == 0.0
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_small_run_of_the_reducer(
@@ -232,93 +176,20 @@ def test_a_small_run_of_the_reducer(
     assert "2x1 ✓" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("forked_workers")
-def test_on_virtual_devices_the_peer_is_the_bare_module(
-    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--gradients", "small", "--layouts", "1x2", "--overlap", "none", "--device", "virtual"]
-    assert run_benchmark("reducer", *words, *SHORT) == 0
-    text = capsys.readouterr().out
-    assert "1x2 ✓" in text and "/bare" in text and "/ddp" not in text
-
-
 # --- collectives -------------------------------------------------------------------------------
 
 
-def places(form: str, devices: list[str]) -> dict[str, list[Task]]:
-    arguments = argparse.Namespace(devices=devices, sizes=[1024], operations=["all_reduce"])
-    planned = collectives.plan_members(form, arguments, f"/nowhere/{form}")
-    return {each.name: list(each.tasks) for each in planned}
-
-
-def test_replicas_meet_as_many_processes_and_threads() -> None:
-    own = ["virtual:0", "virtual:1", "cpu"]
-    found = places("local", own)
-    assert [(t.kind, t.devices, t.world_size) for t in found["ours"]] == [("ours", tuple(own), 1)]
-    assert [(t.kind, t.devices, t.rank) for t in found["torch"]] == [
-        ("ddp", ("cpu",), rank) for rank in range(3)
-    ]
-    assert [(t.kind, t.devices) for t in found["copy"]] == [("bare", tuple(own))]
-    assert {t.replicas for tasks in found.values() for t in tasks} == {3}
-    hybrid = places("hybrid", ["cpu", "cpu"])
-    assert {who: len(tasks) for who, tasks in hybrid.items()} == {"ours": 2, "torch": 4}
-    assert list(places("process", ["cpu", "cpu"])) == ["torch"]
-    points = {t.meeting_point for tasks in (*hybrid.values(), *found.values()) for t in tasks}
-    # Contestants that are alive at the same time must not meet each other.
-    assert len(points) == 5
+def test_errors_of_results_are_seen() -> None:
+    right, wrong = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
+    errors = [collectives.largest_error(x, right) for x in (right, wrong, wrong[:1])]
+    assert errors == [0.0, 0.5, math.inf]
+    assert math.isnan(collectives.largest_error(wrong * math.nan, right))
 
 
 def test_a_collective_has_two_members_or_more() -> None:
+    arguments = argparse.Namespace(devices=["cpu"], sizes=[1024], operations=["all_reduce"])
     with pytest.raises(ValueError, match="needs two members or more, but got --devices cpu"):
-        places("local", ["cpu"])
-
-
-def test_known_results_are_those_of_plain_sums_and_pieces() -> None:
-    inputs = [collectives.known_input(600, member) for member in range(3)]
-    total = inputs[0] + inputs[1] + inputs[2]
-    assert [each.unique().numel() for each in inputs] == [251] * 3
-    for rank in range(3):
-        mine = slice(rank * 200, rank * 200 + 200)
-        expected = {
-            "all_reduce": total,
-            "all_gather_tensor": torch.cat(inputs),
-            "reduce_scatter_tensor": total[mine],
-            "all_to_all_single": torch.cat([each[mine] for each in inputs]),
-        }
-        for operation in collectives.OPERATIONS:
-            known = collectives.known_result(operation, 600, rank, 3)
-            assert torch.equal(known, expected[operation]), operation
-
-
-def test_errors_of_results_are_seen() -> None:
-    expected = torch.tensor([1.0, 2.0])
-    wrong = torch.tensor([1.0, 2.5])
-    assert collectives.largest_error(expected.clone(), expected) == 0.0
-    assert collectives.largest_error(wrong, expected) == 0.5
-    assert collectives.largest_error(wrong[:1], expected) == math.inf
-    assert math.isnan(collectives.largest_error(wrong * math.nan, expected))
-
-
-def test_members_begin_together_and_take_turns() -> None:
-    told: list[str] = []
-    meeting = threading.Barrier(2)
-
-    def call(who: str, x: Tensor) -> Tensor:
-        # Nobody gets past this alone.
-        if meeting.wait(60) == 0:
-            told.append(who)
-        meeting.wait(60)
-        return x
-
-    calls = {who: functools.partial(call, who) for who in ("ours", "torch")}
-    gate = threading.Barrier(2)
-    arguments = (calls, torch.zeros(1), gate, 2)
-    other = threading.Thread(target=collectives.take_turns, args=arguments)
-    other.start()
-    seconds = collectives.take_turns(*arguments)
-    other.join()
-    assert {who: len(own) for who, own in seconds.items()} == {"ours": 2, "torch": 2}
-    assert told == ["ours", "torch", "torch", "ours"]
+        collectives.plan_members("local", arguments, "/nowhere")
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -351,10 +222,6 @@ class Local:
         self.leaf = torch.empty(0)
         self.gradients: dict[Tensor, Tensor] = {}
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[int]:
-        yield 7
-
     def rpc_sync(self, to: str, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         self.called.append(to)
         self.leaf = args[0] if args[0].is_leaf else self.leaf
@@ -363,9 +230,6 @@ class Local:
     def backward(self, context_id: int, roots: list[Tensor]) -> None:
         (gradient,) = torch.autograd.grad(roots[0], self.leaf)
         self.gradients = self.spoil(gradient) or {self.leaf: gradient}
-
-    def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
-        return self.gradients
 
 
 @pytest.mark.parametrize(
@@ -383,7 +247,9 @@ def test_a_wrong_gradient_is_seen(
 ) -> None:
     monkeypatch.setattr(torch.distributed.rpc, "rpc_sync", lambda to, function: None)
     one = Local(spoil)
-    engine = autograd.Engine(one.context, one.rpc_sync, one.backward, one.get_gradients)
+    engine = autograd.Engine(
+        lambda: contextlib.nullcontext(7), one.rpc_sync, one.backward, lambda key: one.gradients
+    )
     call, backward, found = autograd.run_once(engine, 3, 4, ["worker1", "worker2"])
     assert found == right and call > 0.0 and backward > 0.0
     assert one.called == ["worker1", "worker2", "worker1"]
@@ -409,48 +275,6 @@ def test_a_small_run_of_autograd(
 # --- kernels -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kernel", "variant", "dtype", "moved"),
-    [
-        ("reduce_add", "2 inputs", "float32", 3 * MIB),
-        ("reduce_add", "8 inputs", "bfloat16", 9 * MIB),
-        ("flatten", "400 tensors", "float32", 2 * MIB),
-        ("fingerprint", "400 tensors", "float32", MIB),
-    ],
-)
-def test_bytes_that_a_call_must_move(kernel: str, variant: str, dtype: str, moved: int) -> None:
-    assert kernel_cases.moved(KernelCase(kernel, variant, dtype, MIB)) == moved
-
-
-def test_many_tensors_have_the_sizes_of_a_transformer() -> None:
-    sizes = kernel_cases.tensor_sizes(4 * MIB, 400)
-    assert (len(sizes), sum(sizes)) == (400, 4 * MIB)
-    assert all(size % 16 == 0 for size in sizes)
-    assert min(sizes) < 200 and max(sizes) > 40_000
-    for numel in (1024, 2**14, 10**6 + 1):
-        some = kernel_cases.tensor_sizes(numel, 400)
-        assert (len(some), sum(some), min(some) >= 1) == (400, numel, True)
-    assert kernel_cases.tensor_sizes(1024, 4) == [256] * 4
-
-
-def test_kernels_take_turns() -> None:
-    said: list[str] = []
-    calls = {who: functools.partial(said.append, who) for who in "ab"}
-    turns = kernels.measure_turns(calls, Stopwatch(CPU), 2, 2)
-    first = ["a"] * 4 + ["b"] * 4
-    assert said == [*first, *"aabb", *"aabb"]
-    assert all(turn.launch is None and turn.seconds > 0 for turn in turns["a"])
-
-
-def test_on_an_accelerator_events_tell_the_time_and_the_host_its_own() -> None:
-    device = torch.device("virtual:0")
-    buffer = torch.zeros(1000, device=device)
-    turn = Stopwatch(device, flush=1024).turn(lambda: buffer.add_(1), 5, launch=1e-4)
-    assert turn.seconds > 0 and turn.launch is not None and turn.launch > 0
-    assert turn.hidden is not None
-    assert buffer[0].item() == 5
-
-
 def kernel_row(
     kernel: str = "reduce_add",
     variant: str = "2 inputs",
@@ -458,8 +282,10 @@ def kernel_row(
     launch: float | None = None,
     **seconds: float,
 ) -> kernels.Row:
-    turns = {who: [Turn(own, launch, None if launch is None else who != "slow")] for who, own in
-             {"ours": 1.0, "copy": 1.0, **seconds}.items()}  # fmt: skip
+    turns = {
+        who: [Turn(own, launch, None if launch is None else who != "slow")]
+        for who, own in {"ours": 1.0, "copy": 1.0, **seconds}.items()
+    }
     return kernels.summarize(KernelCase(kernel, variant, "float32", size), turns, True)
 
 
@@ -511,24 +337,25 @@ def test_all_references_on_the_cpu(
     assert ", launch " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("value", "words", "status"), [(2.0, ["--check"], 1), (2.0, [], 0)])
 def test_kernels_are_named_and_judged(
-    value: float,
-    words: list[str],
-    status: int,
     monkeypatch: pytest.MonkeyPatch,
     run_benchmark: Callable[..., int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bar = {"name": "share", "bar": 1.0, "cases": 1, "worst": "a", "value": value, "missed": ["a"]}
+    bar = {"name": "share", "bar": 1.0, "cases": 1, "worst": "a", "value": 2.0, "missed": ["a"]}
     monkeypatch.setattr(kernels, "judge", lambda rows: [bar])
     host = HostBackend()
     with backend.registered([host]):
-        assert run_benchmark("kernels", *SMALL, "--kernels", "reduce_add", *words) == status
+        assert run_benchmark("kernels", *SMALL, "--kernels", "reduce_add", "--check") == 1
+        assert run_benchmark("kernels", *SMALL, "--kernels", "reduce_add") == 0
     assert {"reduce_add_f32_2", "reduce_add_f32_4", "reduce_add_f32_8"} == set(host.launches)
     text = capsys.readouterr().out
     assert "kernels, launched by HostBackend" in text
     assert "share: worst 2.000 (a), 1 of 1 beyond it; bar 1.00 missed" in text
+    assert run_benchmark("kernels", *SMALL, "--check") == 2
+    assert "--check judges kernels, but cpu has none" in capsys.readouterr().err
+    assert run_benchmark("kernels", *SMALL, "--device", "gpu") == 2
+    assert "'gpu' is not a device" in capsys.readouterr().err
 
 
 #: How the result of each function becomes wrong.
@@ -558,20 +385,3 @@ def test_kernels_agree_with_torch_and_a_wrong_result_is_seen(
 
     monkeypatch.setattr(our_kernels, kernel, wrong)
     assert not any(kernel_cases.calls_of(case, CPU)[1] for case in cases)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--check"], "--check judges kernels, but cpu has none: torch references run there"),
-        (["--device", "gpu"], "'gpu' is not a device"),
-    ],
-)
-def test_kernels_that_cannot_be_measured_are_refused(
-    words: list[str],
-    message: str,
-    run_benchmark: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run_benchmark("kernels", *SMALL, *words) == 2
-    assert message in capsys.readouterr().err

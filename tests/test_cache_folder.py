@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,30 +33,17 @@ def test_it_is_made_for_this_user_alone(folder: Path) -> None:
     finally:
         os.umask(before)
     assert (mode(folder), mode(folder.parent)) == (0o755, 0o755)
-    # A second time, too.
-    close_to_others(folder)
-
-
-def test_what_a_loose_umask_made_is_closed_and_not_trusted(folder: Path) -> None:
-    folder.mkdir(parents=True)
+    # What a loose umask has made is closed, and its files are not trusted.
+    folder.chmod(0o775)
     code = folder / "code.so"
     code.write_bytes(b"code")
     code.chmod(0o775)
-    folder.chmod(0o775)
     close_to_others(folder)
-    assert mode(folder) == 0o755
-    assert not is_trusted(code)
+    assert mode(folder) == 0o755 and not is_trusted(code)
     code.chmod(0o755)
     assert is_trusted(code)
-
-
-def test_no_file_and_no_regular_file_are_not_trusted(folder: Path) -> None:
-    close_to_others(folder)
-    real = folder.parent / "real.so"
-    real.write_bytes(b"code")
-    (folder / "link.so").symlink_to(real)
+    (folder / "link.so").symlink_to(code)
     (folder / "folder.so").mkdir()
-    assert is_trusted(real)
     assert not any(map(is_trusted, (folder / "link.so", folder / "folder.so", folder / "none.so")))
 
 
@@ -84,18 +72,6 @@ def test_a_folder_above_that_all_can_change_is_refused(
     close_to_others(folder)
 
 
-@needs_root
-def test_a_folder_and_a_file_of_somebody_else_are_refused(folder: Path) -> None:
-    close_to_others(folder)
-    code = folder / "code.so"
-    code.write_bytes(b"code")
-    os.chown(code, STRANGER, -1)
-    assert not is_trusted(code)
-    os.chown(folder, STRANGER, -1)
-    with pytest.raises(RuntimeError, match=f"number {STRANGER}, not to 0.*DATAPARALLEL_CACHE_DI"):
-        close_to_others(folder)
-
-
 # --- extensions ------------------------------------------------------------------------------
 
 
@@ -116,50 +92,58 @@ def extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NativeExtensio
     return NativeExtension("small", "the small extension", "small", sources)
 
 
-def plant(extension: NativeExtension) -> Path:
+@pytest.fixture
+def planted(extension: NativeExtension) -> Path:
     """What somebody else would like to be loaded."""
     path = extension.path()
     path.parent.mkdir(parents=True)
     path.write_text("hostile")
+    path.chmod(0o644)
     return path
 
 
-def test_a_file_that_others_can_write_is_compiled_anew(extension: NativeExtension) -> None:
-    path = plant(extension)
-    path.chmod(0o666)
-    assert str(extension.load()) == "ours\n"
-    assert is_trusted(path)
+def put_behind_a_link(path: Path) -> None:
+    path.rename(path.with_suffix(".other"))
+    path.symlink_to(path.with_suffix(".other"))
 
 
-def test_a_trusted_file_is_not(extension: NativeExtension) -> None:
-    plant(extension).chmod(0o644)
-    assert str(extension.load()) == "hostile"
+@pytest.mark.parametrize(
+    ("change", "loaded"),
+    [
+        pytest.param(lambda path: None, "hostile", id="a trusted file"),
+        pytest.param(lambda path: path.chmod(0o666), "ours\n", id="one that others can write"),
+        pytest.param(put_behind_a_link, "ours\n", id="one behind a link"),
+        pytest.param(
+            lambda path: os.chown(path, STRANGER, -1),
+            "ours\n",
+            id="one of somebody else",
+            marks=needs_root,
+        ),
+    ],
+)
+def test_what_is_not_trusted_is_compiled_anew(
+    change: Any, loaded: str, extension: NativeExtension, planted: Path
+) -> None:
+    change(planted)
+    assert str(extension.load()) == loaded
+    assert is_trusted(planted)
 
 
-def test_a_file_behind_a_link_is_compiled_anew(extension: NativeExtension, tmp_path: Path) -> None:
-    path = plant(extension)
-    path.rename(tmp_path / "hostile.so")
-    path.symlink_to(tmp_path / "hostile.so")
-    assert str(extension.load()) == "ours\n"
-    assert (tmp_path / "hostile.so").read_text() == "hostile"
-
-
-def test_in_an_open_folder_nothing_is_loaded(extension: NativeExtension) -> None:
-    path = plant(extension)
-    cache = path.parent.parent
-    cache.chmod(0o777)
-    with pytest.raises(
-        RuntimeError, match=r"cannot keep compiled code in .*: every user can .*chmod"
-    ):
+def test_in_an_open_folder_nothing_is_loaded(extension: NativeExtension, planted: Path) -> None:
+    planted.parent.parent.chmod(0o777)
+    told = r"cannot keep compiled code in .*: every user can .*chmod"
+    with pytest.raises(RuntimeError, match=told):
         extension.load()
-    cache.chmod(0o755)
-    path.unlink()
+    planted.parent.parent.chmod(0o755)
+    planted.unlink()
     assert str(extension.load()) == "ours\n"
 
 
 @needs_root
-def test_in_the_folder_of_somebody_else_nothing_is_loaded(extension: NativeExtension) -> None:
-    path = plant(extension)
-    os.chown(path.parent, STRANGER, -1)
-    with pytest.raises(RuntimeError, match=f"belongs to the user with number {STRANGER}"):
+def test_in_the_folder_of_somebody_else_nothing_is_loaded(
+    extension: NativeExtension, planted: Path
+) -> None:
+    os.chown(planted.parent, STRANGER, -1)
+    told = f"belongs to the user with number {STRANGER}, not to 0.*DATAPARALLEL_CACHE_DI"
+    with pytest.raises(RuntimeError, match=told):
         extension.load()

@@ -1,7 +1,7 @@
 """The examples in docstrings, README.md and docs/ run.
 
 ``cuda`` becomes ``virtual`` in them, and they find the names that a reader would have defined: a
-module, a batch, a loader. What cannot run is in a list, with the reason.
+module, a batch, a loader.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import inspect
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 import textwrap
 import warnings
@@ -39,9 +37,6 @@ PAGES = [
     *sorted((ROOT / "docs" / "guides").glob("*.md")),
 ]
 
-#: Blocks of pages that are not run, by their first line, and why.
-NOT_RUN: dict[str, str] = {}
-
 #: How the first line of a script begins that is run in several processes.
 LAUNCHED = "# torchrun "
 
@@ -61,17 +56,12 @@ NO_EXAMPLE = {
 }
 
 
+MODULES = (dataparallel, checkpoint, collectives, comm, distributed_autograd, kernels, virtual)
+
+
 def public() -> Iterator[tuple[str, Any]]:
     """Everything that users call, with its qualified name."""
-    for module in (
-        dataparallel,
-        checkpoint,
-        collectives,
-        comm,
-        distributed_autograd,
-        kernels,
-        virtual,
-    ):
+    for module in MODULES:
         for name in module.__all__:
             value = getattr(module, name)
             if not inspect.ismodule(value):
@@ -144,13 +134,6 @@ class Net(nn.Module):
         return output if mask is None else output * mask
 
 
-class NetWithLoss(Net):
-    """A module that returns its loss."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return nn.functional.cross_entropy(self.layer(x), y)
-
-
 def names_for(code: str) -> dict[str, Any]:
     """What a reader of the example has defined: on the CPU if it names that, else on device 0."""
     statements = re.sub("#.*", "", code)
@@ -169,8 +152,6 @@ def names_for(code: str) -> dict[str, Any]:
         "dataparallel": dataparallel,
         "dp": dataparallel,
         "net": net,
-        "masked_net": net,
-        "net_with_loss": NetWithLoss().to(here),
         "model": dataparallel.DataParallel(net, homes),
         "replicas": dataparallel.replicate(net, homes),
         "criterion": nn.CrossEntropyLoss(),
@@ -194,14 +175,11 @@ def names_for(code: str) -> dict[str, Any]:
         "loss_1": torch.tensor(2.0, device=there),
         "output_of_replica_0": x[:16],
         "output_of_replica_1": x[16:].to(there),
+        **dict(zip(("w0", "w1"), weights, strict=True)),
+        **dict(zip(("b0", "b1"), biases, strict=True)),
+        **dict(zip(("grad_of_replica_0", "grad_of_replica_1"), weights, strict=True)),
         "weight": weights[0],
         "bias": biases[0],
-        "w0": weights[0],
-        "w1": weights[1],
-        "b0": biases[0],
-        "b1": biases[1],
-        "grad_of_replica_0": weights[0],
-        "grad_of_replica_1": weights[1],
     }
 
 
@@ -226,39 +204,20 @@ def test_example_of_a_docstring(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = EXAMPLES[name]
+    room = name.split(".")[0]
+    own = next((module for module in MODULES if module.__name__.endswith(f".{room}")), None)
     names = names_for(code)
-    if name.startswith("comm."):
-        names |= {each: getattr(comm, each) for each in comm.__all__}
-    if name.startswith("kernels."):
-        run(code, names | names_for_kernels(), name)
-    elif name.startswith("collectives."):
-        names |= {each: getattr(collectives, each) for each in collectives.__all__}
-        in_processes = name.endswith("_inplace") or "AsyncCollectiveTensor" in name
+    names |= {each: getattr(own, each) for each in own.__all__} if own else {}
+    in_processes = name.endswith("_inplace") or "AsyncCollectiveTensor" in name
+    if room == "kernels":
+        run(code, names | dict.fromkeys(("first", "second", "third"), torch.ones(4, 3)), name)
+    elif room == "collectives":
         (run_in_a_process if in_processes else run_in_replicas)(code, names, name)
-    elif name.startswith("distributed_autograd."):
-        names |= {
-            each: getattr(distributed_autograd, each) for each in distributed_autograd.__all__
-        }
+    elif room == "distributed_autograd":
         run_on_a_worker(code, names, name)
-    elif name.startswith("checkpoint."):
-        names |= {each: getattr(checkpoint, each) for each in checkpoint.__all__}
-        try:
-            run(code, names, name)
-        finally:
-            checkpoint.close()
     else:
         run(code, names, name)
-
-
-def names_for_kernels() -> dict[str, Any]:
-    tensors = ("first", "second", "third", "tensor", "gradient", "weight_grad", "bias_grad")
-    state = ("weight", "bias", "averages", "squares")
-    return {each: getattr(kernels, each) for each in kernels.__all__} | {
-        **{name: torch.ones(4, 3) for name in tensors},
-        **{name: torch.zeros(4, 3) for name in state},
-        "received": [torch.ones(12, dtype=torch.bfloat16)] * 2,
-        "size": 12,
-    }
+        checkpoint.close()
 
 
 def run_in_replicas(code: str, names: dict[str, Any], where: str) -> None:
@@ -285,7 +244,6 @@ def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
     """One worker, which calls itself."""
     names |= {name: torch.ones(3) for name in ("x", "x0", "x1")}
     names["w"] = torch.ones(3, requires_grad=True)
-    names |= {"front": nn.Linear(3, 2), "back": lambda hidden, y: hidden.sum() * y.sum()}
     with tempfile.TemporaryDirectory() as folder:
         options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
         with warnings.catch_warnings():
@@ -300,11 +258,6 @@ def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
 
 
 # --- pages -----------------------------------------------------------------------------------
-
-
-def test_blocks_that_do_not_run_are_there() -> None:
-    first_lines = {each.code.split("\n", 1)[0] for page in PAGES for each in blocks_of(page)}
-    assert set(NOT_RUN) <= first_lines
 
 
 # What init_rpc itself does with its process group.
@@ -329,7 +282,7 @@ def test_examples_of_a_page(
         first = code.split("\n", 1)[0]
         if first.startswith(LAUNCHED):
             print(launch(first, code, tmp_path), end="")
-        elif first not in NOT_RUN:
+        else:
             run(code, names, str(page), line)
         if output is not None:
             assert capsys.readouterr().out == output, f"{page}, the output of line {line}"
@@ -341,17 +294,7 @@ def test_the_program_of_the_readme_runs_pasted_where_there_is_no_accelerator(
     (program, *others) = blocks_of(ROOT / "README.md")
     assert not others and program.output
     (tmp_path / "pasted.py").write_text(program.code)
-    kept = {k: v for k, v in os.environ.items() if k != "DATAPARALLEL_VIRTUAL_DEVICES"}
-    done = subprocess.run(
-        [sys.executable, "pasted.py"],
-        cwd=tmp_path,
-        env=kept | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == program.output
+    assert launched(tmp_path / "pasted.py", 1, tmp_path, virtual=False) == program.output
 
 
 def test_the_readme_is_short() -> None:

@@ -1,4 +1,4 @@
-"""The examples, as a user starts them."""
+"""The examples, as a user starts them, and notebooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import nbformat
@@ -24,33 +24,10 @@ import dataparallel as dp
 from dataparallel import checkpoint
 from tests.launched import launched
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[1]
 _EXAMPLES = _ROOT / "examples"
 _SHORT = ("one_process.py", "one_process_per_gpu.py", "hybrid.py", "resume.py")
-
-
-def start(
-    script: str, *options: str, folder: pathlib.Path, processes: int = 1
-) -> subprocess.Popen[str]:
-    """Start a script in a folder as a user does, in several processes under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, *launcher[: 5 * (processes > 1)], str(_EXAMPLES / script), *options],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> str:
-    """What a script has printed, which is to end well and without a warning."""
-    printed, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert "Warning" not in errors
-    return printed
+_LEARNED = r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%"
 
 
 def losses(printed: str) -> list[float]:
@@ -70,80 +47,135 @@ def test_all_examples_are_tried() -> None:
     assert there == {*_SHORT, *elsewhere}
 
 
-def test_one_process(tmp_path: pathlib.Path) -> None:
-    printed = launched(_EXAMPLES / "one_process.py", 1, tmp_path, virtual=False)
-    check_one_process(printed, ["cpu"])
-    state = torch.load(tmp_path / "net.pt")
+@pytest.mark.parametrize("virtual", [False, True])
+def test_one_process(virtual: bool, tmp_path: pathlib.Path) -> None:
+    printed = launched(_EXAMPLES / "one_process.py", 1, tmp_path, virtual=virtual)
+    assert re.search(_LEARNED, printed), printed
+    assert "training steps of" in printed
+    devices = [f"virtual:{i}" for i in range(4)] if virtual else ["cpu"]
+    assert all(device in printed for device in devices)
+    state = torch.load(tmp_path / "net.pt", map_location="cpu")
     assert sorted(state) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
-def test_one_process_with_four_accelerators(tmp_path: pathlib.Path) -> None:
-    printed = launched(_EXAMPLES / "one_process.py", 1, tmp_path, virtual=True)
-    check_one_process(printed, [f"virtual:{i}" for i in range(4)])
-
-
-def check_one_process(printed: str, devices: list[str]) -> None:
-    assert re.search(r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%", printed), printed
-    assert "training steps of" in printed
-    assert all(device in printed for device in devices)
-
-
-def test_one_process_per_gpu(tmp_path: pathlib.Path) -> None:
-    alone = end(start("one_process_per_gpu.py", folder=tmp_path, processes=2))
-    assert re.search(r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%", alone), alone
+def test_one_process_per_gpu_under_torchrun(tmp_path: pathlib.Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(_EXAMPLES / "one_process_per_gpu.py")],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    assert re.search(_LEARNED, done.stdout), done.stdout
     on_accelerators = launched(_EXAMPLES / "one_process_per_gpu.py", 2, tmp_path, virtual=True)
-    assert losses(on_accelerators) == losses(alone)
-    assert len(losses(alone)) == 5
+    assert losses(on_accelerators) == losses(done.stdout)
+    assert len(losses(done.stdout)) == 5
 
 
-def test_hybrid(tmp_path: pathlib.Path) -> None:
-    for virtual, shares in (
-        (True, ["virtual:0, virtual:1", "virtual:2, virtual:3"]),
-        (False, ["cpu, cpu", "cpu, cpu"]),
-    ):
-        printed = launched(_EXAMPLES / "hybrid.py", 2, tmp_path, virtual=virtual)
-        for rank, share in enumerate(shares):
-            assert f"rank {rank} trains on: {share}" in printed
-        assert len(losses(printed)) == 5
-        assert losses(printed)[-1] < 0.5 * losses(printed)[0]
+@pytest.mark.parametrize(
+    ("virtual", "shares"),
+    [(True, ["virtual:0, virtual:1", "virtual:2, virtual:3"]), (False, ["cpu, cpu"] * 2)],
+)
+def test_hybrid(virtual: bool, shares: list[str], tmp_path: pathlib.Path) -> None:
+    printed = launched(_EXAMPLES / "hybrid.py", 2, tmp_path, virtual=virtual)
+    for rank, share in enumerate(shares):
+        assert f"rank {rank} trains on: {share}" in printed
+    assert len(losses(printed)) == 5
+    assert losses(printed)[-1] < 0.5 * losses(printed)[0]
 
 
 def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: pathlib.Path) -> None:
-    killed = start("resume.py", folder=tmp_path / "killed")
-    assert killed.stdout is not None
-    # At whatever the training and the thread that saves are doing just then.
-    for line in killed.stdout:
-        if line.startswith("step 100:"):
-            break
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    again = launched(_EXAMPLES / "resume.py", 1, tmp_path / "killed", virtual=False)
-    assert 0 < int(re.findall(r"begins at step (\d+)", again)[0]) < 400
-    (tmp_path / "whole").mkdir()
-    launched(_EXAMPLES / "resume.py", 1, tmp_path / "whole", virtual=False)
     states = []
     for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        if name == "killed":
+            kill_at_step_100(tmp_path / name)
+        printed = launched(_EXAMPLES / "resume.py", 1, tmp_path / name, virtual=False)
+        begin = int(re.findall(r"begins at step (\d+)", printed)[0])
+        assert 0 < begin < 400 if name == "killed" else begin == 0
         net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 4))
         assert checkpoint.load(tmp_path / name / "out" / "resume", net).step == 400
         states.append(net.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_the_notebook(tmp_path: pathlib.Path) -> None:
-    notebook = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+def kill_at_step_100(folder: pathlib.Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, str(_EXAMPLES / "resume.py")],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        # At whatever the training and the thread that saves are doing just then.
+        for line in process.stdout:
+            if line.startswith("step 100:"):
+                break
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+# --- notebooks -------------------------------------------------------------------------------
+
+
+class Notebook:
+    """Cells executed one after another in one kernel."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        environment = os.environ | {"DATAPARALLEL_VIRTUAL_DEVICES": "4", "OMP_NUM_THREADS": "1"}
+        self.manager, self.client = start_new_kernel(
+            cwd=str(folder), env=environment, startup_timeout=60
+        )
+
+    def run(self, code: str, interrupt_at: str = "") -> list[tuple[str, dict[str, Any]]]:
+        """What a cell prints and shows, and its error; interrupted once it has printed that."""
+        self.client.execute(code)
+        found: list[tuple[str, dict[str, Any]]] = []
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                message = self.client.get_iopub_msg(timeout=5)
+            except queue.Empty:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return found
+            found.append((kind, content))
+            if interrupt_at and kind == "stream" and interrupt_at in content["text"]:
+                self.manager.interrupt_kernel()
+                interrupt_at = ""
+        raise TimeoutError(f"the cell has not ended within 60 s; it has shown {found}")
+
+    def close(self) -> None:
+        """End the kernel."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+def printed_by(shown: list[tuple[str, dict[str, Any]]]) -> str:
+    assert not [content["traceback"] for kind, content in shown if kind == "error"]
+    return "".join(content["text"] for kind, content in shown if kind == "stream")
+
+
+@pytest.fixture
+def notebook(tmp_path: pathlib.Path) -> Iterator[Notebook]:
+    one = Notebook(tmp_path)
+    yield one
+    one.close()
+
+
+def test_the_notebook(notebook: Notebook, tmp_path: pathlib.Path) -> None:
+    text = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)
+    nbformat.validate(text)
+    cells = [cell for cell in text.cells if cell.cell_type == "code"]
     assert not any(cell.outputs for cell in cells), "it is kept without what a run has printed"
     assert sum(len(cell.source.splitlines()) for cell in cells) <= 40
-    environment = os.environ | {"DATAPARALLEL_VIRTUAL_DEVICES": "4", "OMP_NUM_THREADS": "1"}
-    manager, client = start_new_kernel(cwd=str(tmp_path), env=environment, startup_timeout=60)
-    try:
-        shown = [message for cell in cells for message in outputs_of(client, cell.source)]
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-    printed = "".join(content["text"] for kind, content in shown if kind == "stream")
+    shown = [message for cell in cells for message in notebook.run(cell.source)]
+    printed = printed_by(shown)
     assert re.search(r"epoch 5/5: loss 0\.\d+", printed), printed
     assert re.search(r"test accuracy 9\d\.\d%", printed), printed
     results = [content["data"] for kind, content in shown if kind == "execute_result"]
@@ -152,110 +184,93 @@ def test_the_notebook(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "net.pt").exists()
 
 
-def outputs_of(client: Any, code: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run a cell; what it prints and shows."""
-    client.execute(code)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            message = client.get_iopub_msg(timeout=5)
-        except queue.Empty:
-            continue
-        kind, content = message["msg_type"], message["content"]
-        assert kind != "error", "\n".join(content["traceback"])
-        if kind == "status" and content["execution_state"] == "idle":
-            return
-        yield kind, content
-    raise TimeoutError(f"the cell has not ended within 60 s:\n{code}")
+_SETUP = """
+import itertools, threading, time
+import torch
+from torch import nn
+from dataparallel import DataParallel
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
+model = DataParallel(net, ["cpu", "cpu"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+x = torch.randn(64, 20); y = x[:, :1] * 2
+def step():
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    return loss.item()
+class Slow(nn.Module):
+    def forward(self, x):
+        print("under way", flush=True)
+        for _ in range(600):
+            time.sleep(0.05)
+        return x
+"""
+_INTERRUPTED = (
+    """
+for i in itertools.count():
+    step()
+    if i == 20:
+        print("under way", flush=True)
+""",
+    "DataParallel(Slow(), ['cpu', 'cpu'])(x)",
+)
+_AFTER = """
+threads = {t for t in threading.enumerate() if t.name.startswith("dataparallel-replica")}
+losses = [step() for _ in range(200)]
+print(torch.allclose(model(x), net(x), atol=1e-6), losses[-1] < losses[0], len(threads) <= 4)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_an_interrupted_cell_leaves_the_notebook_usable(notebook: Notebook) -> None:
+    printed_by(notebook.run(_SETUP))
+    for cell in _INTERRUPTED:
+        shown = notebook.run(cell, interrupt_at="under way")
+        assert [each["ename"] for kind, each in shown if kind == "error"] == ["KeyboardInterrupt"]
+        assert printed_by(notebook.run(_AFTER)).split() == ["True"] * 3
 
 
 # --- the digits ------------------------------------------------------------------------------
 
+_DIGITS = _EXAMPLES / "train_digits.py"
 
-def test_digits_are_learned_saved_and_drawn(tmp_path: pathlib.Path) -> None:
+
+def test_digits_are_learned_by_two_processes_saved_and_drawn(tmp_path: pathlib.Path) -> None:
     options = ("--epochs", "4", "--min-accuracy", "0.9", "--output", "new/folder")
-    printed = end(start("train_digits.py", *options, folder=tmp_path))
-    assert "rank 0 trains on: cpu, cpu\n" in printed
-    assert re.search(r"^Test accuracy 9\d\.\d\d% after", printed, re.MULTILINE), printed
+    printed = launched(_DIGITS, 2, tmp_path, *options, virtual=False)
+    assert "rank 0 trains on: cpu, cpu\n" in printed and "rank 1 trains on: cpu, cpu\n" in printed
+    assert len(re.findall(r"^Test accuracy 9\d\.\d\d% after", printed, re.MULTILINE)) == 1, printed
     assert len(losses(printed)) == 4
     written = tmp_path / "new" / "folder"
-    state = torch.load(written / "digits.pt")
-    assert state["0.weight"].shape == (32, 1, 3, 3)
+    assert torch.load(written / "digits.pt")["0.weight"].shape == (32, 1, 3, 3)
     assert (written / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(written.iterdir())) == 2
 
 
-def test_two_processes_train_on_two_accelerators_each(tmp_path: pathlib.Path) -> None:
-    options = ("--epochs", "1", "--batch-size", "128", "--output", "two")
-    printed = launched(_EXAMPLES / "train_digits.py", 2, tmp_path, *options, virtual=True)
-    for rank, devices in enumerate(["virtual:0, virtual:1", "virtual:2, virtual:3"]):
-        assert f"rank {rank} trains on: {devices}" in printed
-    assert printed.count("Test accuracy") == 1
-    assert torch.load(tmp_path / "two" / "digits.pt", map_location="cpu")
-
-
-@pytest.fixture
-def digits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Runs the script in this process, or gives what it defines."""
-
-    def run(*options: str, name: str = "__main__") -> dict[str, Any]:
-        script = str(_EXAMPLES / "train_digits.py")
-        monkeypatch.setattr(sys, "argv", [script, *options])
-        return runpy.run_path(script, run_name=name)
-
-    return run
-
-
-def test_help_names_the_options(
-    digits: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+def test_help_and_too_low_an_accuracy(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "argv", [str(_DIGITS), "--help"])
     with pytest.raises(SystemExit, match="0"):
-        digits("--help")
-    shown = capsys.readouterr().out
-    for option in ("--devices", "--epochs", "--batch-size", "--lr", "--seed", "--output"):
-        assert option in shown
-    assert "torchrun --nproc-per-node 2 examples/train_digits.py" in shown
-
-
-def test_too_low_an_accuracy_is_a_failure(
-    digits: Callable[..., dict[str, Any]], tmp_path: pathlib.Path
-) -> None:
-    options = ("--epochs", "1", "--batch-size", "512", "--lr", "1e-5", "--devices", "cpu")
+        runpy.run_path(str(_DIGITS), run_name="__main__")
+    assert "torchrun --nproc-per-node 2 examples/train_digits.py" in capsys.readouterr().out
+    options = "--epochs 1 --batch-size 512 --lr 1e-5 --devices cpu --min-accuracy 0.99 --output out"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(_DIGITS), *options.split()])
     with pytest.raises(SystemExit, match=r"the accuracy is below 99\.00%"):
-        digits(*options, "--min-accuracy", "0.99", "--output", str(tmp_path))
+        runpy.run_path(str(_DIGITS), run_name="__main__")
 
 
-@pytest.mark.parametrize(
-    ("processes", "shares"),
-    [
-        (1, [[0, 1, 2, 3]]),
-        (2, [[0, 1], [2, 3]]),
-        (3, [[0], [1], [2]]),
-        (4, [[0], [1], [2], [3]]),
-    ],
-)
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_each_process_takes_a_share_of_the_accelerators(
-    processes: int,
-    shares: list[list[int]],
-    digits: Callable[..., dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default_devices = digits(name="train_digits")["default_devices"]
+    default_devices = runpy.run_path(str(_DIGITS), run_name="digits")["default_devices"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    for rank, share in enumerate(shares):
+    shares = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]], 3: [[0], [1], [2]], 4: [[0], [1], [2], [3]]}
+    for rank, share in enumerate(shares[processes]):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert default_devices() == tuple(dp.accelerators()[i] for i in share)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.usefixtures("no_accelerator")
-def test_without_accelerators_each_process_takes_the_cpu_twice(
-    processes: int, digits: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    default_devices = digits(name="train_digits")["default_devices"]
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert default_devices() == ["cpu", "cpu"]
 
 
 # --- the README ------------------------------------------------------------------------------

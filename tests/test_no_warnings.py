@@ -93,35 +93,6 @@ def test_of_what_is_moved(call: Callable[[Tensor], Tensor]) -> None:
         assert x.grad is not None
 
 
-class Spread(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3).to(place) for place in SLOTS])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, place in zip(self.layers, SLOTS, strict=True):
-            x = layer(x.to(place))
-        return x
-
-
-def _spread(rank: int, world_size: int) -> list[bool]:
-    torch.set_warn_always(True)
-    try:
-        model = dp.DistributedDataParallel(Spread())
-        model(torch.ones(2, 3)).sum().backward()
-        weight = next(model.parameters())
-        output = model(torch.ones(2, 3)).sum()
-        with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
-            torch.autograd.grad(output, weight)
-    finally:
-        torch.set_warn_always(False)
-    return [parameter.grad is not None for parameter in model.parameters()]
-
-
-def test_of_a_module_on_two_devices(cluster: Cluster) -> None:
-    assert cluster.run(_spread, 2, virtual=True) == [[True] * 4] * 2
-
-
 def test_the_caller_s_stream() -> None:
     net = nn.Linear(3, 3).to(SLOTS[0])
     for wrapper in (dp.DataParallel, dp.DistributedDataParallel):
@@ -134,10 +105,25 @@ def test_the_caller_s_stream() -> None:
         torch.accelerator.current_stream(SLOTS[0]).wait_stream(stream)
 
 
-# --- torch 2.11, where a sparse tensor is made of indices and values ------------------------
+# --- in several processes --------------------------------------------------------------------
+
+
+class Spread(nn.Module):
+    """Layers on two devices, which is for a wrapper without replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3).to(place) for place in SLOTS])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, place in zip(self.layers, SLOTS, strict=True):
+            x = layer(x.to(place))
+        return x
 
 
 class Table(nn.Module):
+    """A sparse gradient, which is made of indices and values, or none."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 2, sparse=True)
@@ -149,9 +135,14 @@ class Table(nn.Module):
         return output
 
 
-def _unused_in_one_process(rank: int, world_size: int) -> Tensor | None:
+def _in_processes(rank: int, world_size: int) -> Tensor:
     torch.set_warn_always(True)
     try:
+        spread = dp.DistributedDataParallel(Spread())
+        spread(torch.ones(2, 3)).sum().backward()
+        assert all(parameter.grad is not None for parameter in spread.parameters())
+        with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
+            torch.autograd.grad(spread(torch.ones(2, 3)).sum(), next(spread.parameters()))
         model = dp.DistributedDataParallel(Table(), ["cpu", "cpu"])
         model(torch.tensor([1, 2, 2, 4])).sum().backward()
         model(torch.tensor([1, 2, 2, 4]) if rank == 0 else -torch.ones(4)).sum().backward()
@@ -162,8 +153,7 @@ def _unused_in_one_process(rank: int, world_size: int) -> Tensor | None:
     return gradient.to_dense()
 
 
-def test_of_a_sparse_gradient_that_one_process_lacks(cluster: Cluster) -> None:
-    first, second = cluster.run(_unused_in_one_process, 2)
-    assert first is not None and second is not None
+def test_of_two_devices_and_of_a_sparse_gradient_that_one_process_lacks(cluster: Cluster) -> None:
+    first, second = cluster.run(_in_processes, 2, virtual=True)
     torch.testing.assert_close(first, second)
     assert first[2].ne(0).all()

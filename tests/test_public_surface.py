@@ -1,15 +1,20 @@
-"""What the package offers, and that it is what code written for torch.nn.parallel calls."""
+"""What the package offers, that the reference has it, and that it is what torch.nn.parallel has."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import importlib.util
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from importlib import resources
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,118 +24,64 @@ from torch.nn.parallel import comm as their_comm
 from torch.nn.parallel.scatter_gather import scatter_kwargs as their_scatter_kwargs
 
 import dataparallel
-from dataparallel import checkpoint, comm, comm_hooks, distributed_autograd, kernels, virtual
+from dataparallel import comm, comm_hooks, kernels
 
-EXPORTED = {
-    dataparallel: [
-        "DataParallel",
-        "DistributedDataParallel",
-        "MixedPrecision",
-        "Replica",
-        "Replicate",
-        "ShardedOptimizer",
-        "accelerators",
-        "balance",
-        "checkpoint",
-        "collectives",
-        "comm",
-        "compute_bucket_assignment_by_size",
-        "current_replica",
-        "data_parallel",
-        "distributed_autograd",
-        "gather",
-        "init_process_group",
-        "monitor",
-        "parallel_apply",
-        "replicate",
-        "scatter",
-        "scatter_kwargs",
-        "telling_failures",
-        "virtual",
-    ],
-    checkpoint: [
-        "CheckpointError",
-        "GenerationInfo",
-        "Loaded",
-        "NoCheckpoint",
-        "ResumableSampler",
-        "Saving",
-        "close",
-        "export",
-        "generations",
-        "load",
-        "save",
-    ],
-    comm: [
-        "broadcast",
-        "broadcast_coalesced",
-        "gather",
-        "reduce_add",
-        "reduce_add_coalesced",
-        "scatter",
-    ],
-    comm_hooks: [
-        "allreduce_hook",
-        "bf16_compress_hook",
-        "fp16_compress_hook",
-        "noop_hook",
-    ],
-    distributed_autograd: [
-        "DistributedOptimizer",
-        "RRef",
-        "WorkerError",
-        "backward",
-        "context",
-        "debug_info",
-        "get_gradients",
-        "remote",
-        "rpc_async",
-        "rpc_sync",
-    ],
-    kernels: [
-        "BucketLayout",
-        "fingerprint",
-        "flatten",
-        "reduce_add",
-        "unflatten",
-        "warm_up",
-    ],
-    virtual: [
-        "counters",
-        "device_count",
-        "enable",
-        "enable_from_environment",
-        "is_enabled",
-        "is_strict",
-        "pending",
-        "reset_counters",
-        "set_memory_limit",
-        "set_strict",
-        "strict_mode",
-    ],
+ROOT = pathlib.Path(__file__).parents[1]
+#: Of the reference: the name that is shown, and the one under which the documentation finds it.
+ENTRIES = {
+    shown or path: path
+    for page in sorted((ROOT / "docs" / "api").glob("*.md"))
+    for path, shown in re.findall(
+        r"^::: (\S+)$(?:\n    options:\n      heading: (\S+)$)?", page.read_text(), re.MULTILINE
+    )
 }
+MODULES: list[types.ModuleType] = [
+    dataparallel,
+    kernels,
+    comm_hooks,
+    *filter(inspect.ismodule, (getattr(dataparallel, name) for name in dataparallel.__all__)),
+]
+#: Those of torch's that are offered here, too.
+NO_ENTRY = {comm_hooks: ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "noop_hook"]}
 
 #: What the wrapper adds to the methods of torch.nn.DataParallel.
 OWN_METHODS = ["add_replica", "close", "drop_replica", "loss"]
 
 
-@pytest.mark.parametrize("module", EXPORTED, ids=lambda module: module.__name__)
-def test_exported_names(module: ModuleType) -> None:
-    assert module.__all__ == EXPORTED[module]
+# --- names -----------------------------------------------------------------------------------
+
+
+def find(path: str) -> object:
+    """The object of a full name: from a module as users call it, or as the files lie."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            module = importlib.import_module(".".join(parts[:length]))
+            return functools.reduce(getattr, parts[length:], module)
+    raise ModuleNotFoundError(path)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_a_module_offers_what_the_reference_has_and_nothing_else(module: Any) -> None:
     assert module.__all__ == sorted(module.__all__)
-    for name in module.__all__:
-        assert getattr(module, name) is not None
-
-
-@pytest.mark.parametrize("module", EXPORTED, ids=lambda module: module.__name__)
-def test_what_is_not_exported_is_a_part_of_the_package(module: ModuleType) -> None:
-    """No helper, and nothing of torch, can be taken for a part of the interface."""
-    others = [
+    name_of_module = module.__name__.replace(".extras.", ".")
+    names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+    entries = [
+        name.removeprefix(f"{name_of_module}.")
+        for name in ENTRIES
+        if name.rpartition(".")[0] == name_of_module
+    ]
+    assert names == (sorted(entries) or NO_ENTRY[module])
+    # No helper, and nothing of torch, can be taken for a part of the interface.
+    assert not [
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and name not in module.__all__ and not inspect.ismodule(value)
     ]
-    assert not others
+
+
+def test_every_entry_is_what_users_call_so() -> None:
+    assert not [shown for shown, path in ENTRIES.items() if find(shown) is not find(path)]
 
 
 def test_methods_of_the_wrapper() -> None:
@@ -139,6 +90,39 @@ def test_methods_of_the_wrapper() -> None:
 
     known = {name for ancestor in theirs.DataParallel.__mro__ for name in public(ancestor)}
     assert sorted(public(dataparallel.DataParallel) - known) == OWN_METHODS
+
+
+def extension() -> types.ModuleType:
+    path = ROOT / "docs" / "_site" / "docstrings.py"
+    spec = importlib.util.spec_from_file_location("docstrings_of_the_site", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "markdown"),
+    [
+        ("Do it.\n\nExample::\n\n    a = 1\n    b = 2\n\nArgs:\n    x: It.",
+         "Do it.\n\nExample:\n\n```python\na = 1\nb = 2\n```\n\nArgs:\n    x: It."),
+        ("Example, alone::\n\n    for x in y:\n\n        f(x)",
+         "Example, alone:\n\n```python\nfor x in y:\n\n    f(x)\n```\n\n"),
+        ("Args:\n    a, b: See\n        it.",
+         "Args:\n    a: See\n        it.\n    b: See\n        it."),
+        ("As :class:`DataParallel` does.", "As [`DataParallel`][dataparallel.DataParallel] does."),
+        ("As :func:`~dataparallel.collectives.functional.reduce` does.",
+         "As [`reduce`][dataparallel.collectives.reduce] does."),
+        # Of this name there are two, and of the other none.
+        ("As :func:`broadcast` and :meth:`forward` do.", "As `broadcast` and `forward` do."),
+        ("Added up, see Note [Order of a sum], here.", "Added up, here."),
+        ("First. See Note [A], Note [B c] and\nNote [D]. Last.", "First. Last."),
+        ("Note [A title]\n~~~~~~~~~~~~~~\nText.", "**A title**\n\nText."),
+        (".. note::\n    Text.", "Note:\n    Text."),
+    ],
+)  # fmt: skip
+def test_docstrings_become_markdown(text: str, markdown: str) -> None:
+    assert extension().as_markdown(text) == markdown
 
 
 # --- the same calls as in torch --------------------------------------------------------------
@@ -180,103 +164,21 @@ def test_every_call_that_torch_takes_is_taken(
     expected = list(inspect.signature(torchs).parameters.values())
     if ours.__name__ in comm.__all__ and torchs is getattr(their_comm, ours.__name__):
         expected = [p for p in expected if p.name not in ("streams", "out")]
-    got = list(inspect.signature(ours).parameters.values())
+    signature = inspect.signature(ours)
+    got = list(signature.parameters.values())
     assert [(p.name, p.kind, p.default) for p in got[: len(expected)]] == [
         (p.name, p.kind, p.default) for p in expected
     ]
     for extra in got[len(expected) :]:
         assert extra.kind is inspect.Parameter.KEYWORD_ONLY, extra
         assert extra.default is not inspect.Parameter.empty, extra
-
-
-# --- type information ------------------------------------------------------------------------
+    annotations = [p.annotation for p in got if p.name != "self"]
+    assert inspect.Signature.empty not in (*annotations, signature.return_annotation)
 
 
 def test_the_package_says_that_it_has_types() -> None:
+    """What mypy makes of them: ``tests/typed.py``, which `make check` reads."""
     assert resources.files("dataparallel").joinpath("py.typed").is_file()
-
-
-def test_public_functions_are_annotated() -> None:
-    for _, ours in FUNCTIONS:
-        signature = inspect.signature(ours)
-        bare = [
-            p.name
-            for p in signature.parameters.values()
-            if p.annotation is inspect.Parameter.empty and p.name != "self"
-        ]
-        assert not bare, f"{ours.__qualname__}: {bare}"
-        assert signature.return_annotation is not inspect.Signature.empty, ours.__qualname__
-
-
-USE = """
-    import torch
-    from torch import nn
-
-    import dataparallel
-
-    model = dataparallel.DataParallel(nn.Linear(3, 2), ["cpu", 0, torch.device("cpu")])
-    layer: nn.Linear = model.module
-    width: int = model.module.in_features
-    replicas: list[nn.Linear] = dataparallel.replicate(nn.Linear(3, 2), ["cpu"])
-    x = torch.ones(4, 3)
-    loss: torch.Tensor = model.loss(nn.MSELoss(), x, x, weight="samples")
-    torchs: "nn.DataParallel[nn.Linear]" = model
-    here: dataparallel.Replica | None = dataparallel.current_replica()
-"""
-
-MISUSE = {
-    "model: dataparallel.DataParallel[nn.Conv2d] = dataparallel.DataParallel(nn.Linear(3, 2))": (
-        "type"
-    ),
-    'dataparallel.DataParallel(nn.Linear(3, 2), buffers="average")': "buffers",
-    'dataparallel.DataParallel(nn.Linear(3, 2), scalars="median")': "scalars",
-    "dataparallel.DataParallel(nn.Linear(3, 2), [1.5])": "List item 0",
-    "dataparallel.virtual.enable('four')": "enable",
-}
-
-
-@pytest.mark.slow
-def test_types_as_a_user_sees_them(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("mypy")
-    head = "import dataparallel\nfrom torch import nn\n"
-    (tmp_path / "use.py").write_text(textwrap.dedent(USE))
-    (tmp_path / "misuse.py").write_text(head + "\n".join(MISUSE) + "\n")
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--no-error-summary",
-        "--explicit-package-bases",
-        "use.py",
-        "misuse.py",
-    ]
-    root = pathlib.Path(dataparallel.__file__).parents[1]
-    done = subprocess.run(
-        # With the cache of `make check`, in which torch is.
-        [
-            *command,
-            "--config-file=",
-            "--python-version=3.10",
-            f"--cache-dir={root / '.mypy_cache'}",
-        ],
-        cwd=tmp_path,
-        # A link there leads to the kernels; in an installed package they are where they belong.
-        env={"MYPYPATH": f"{root}:{root / 'typings'}"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    complaints = [line for line in done.stdout.splitlines() if ": error: " in line]
-    assert not done.stderr
-    assert not [line for line in complaints if not line.startswith("misuse.py")]
-    for number, (line, about) in enumerate(MISUSE.items(), start=3):
-        assert [c for c in complaints if c.startswith(f"misuse.py:{number}:") and about in c], line
-
-
-def test_the_version_is_that_of_the_project() -> None:
-    project = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert f'\nversion = "{dataparallel.__version__}"\n' in project
 
 
 def test_names_that_threads_ask_for_first_at_the_same_time() -> None:
@@ -298,5 +200,4 @@ def test_names_that_threads_ask_for_first_at_the_same_time() -> None:
         [thread.join(60) for thread in threads]
         assert len(got) == len(calls)
     """
-    for _ in range(3):
-        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The `dataparallel` command line: help, errors, exit status."""
+"""The `dataparallel` command line: help, errors, exit status, completion in the shell."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_group_alone_prints_its_help(
         ("monitor topp", " monitor", "; did you mean 'top'?"),
         ("monitor top --atach=7", " monitor top", "; did you mean '--attach'?"),
         ("monitor top --sorce a --onse", " monitor top", "; did you mean '--once', '--source'?"),
-        ("bench train --mode stp", " bench train", "; did you mean 'step'?"),
+        ("bench train --loss gatherd", " bench train", "; did you mean 'gathered'?"),
         ("--versoin", "", "; did you mean '--version'?"),
         ("doctor --xyz", " doctor", "arguments: --xyz"),
         ("xyz", "", ")"),
@@ -159,26 +159,24 @@ def test_a_reader_that_goes_away_is_no_error_nor_is_none(
     assert cli.main(["bench"]) == 0
 
 
-def test_a_missing_package_is_explained_by_its_extra() -> None:
+def test_a_missing_package_is_explained_by_its_extra_and_a_fault_of_our_own_is_not() -> None:
     with (
         pytest.raises(ImportError, match=r'pip install "dataparallel\[tools\]"'),
         needs_extra("tools"),
     ):
         import package_that_does_not_exist  # type: ignore[import-not-found]  # noqa: F401
-
-
-def test_a_fault_of_our_own_is_not_blamed_on_an_extra() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"dataparallel\.nowhere"), needs_extra("tools"):
         import dataparallel.nowhere  # type: ignore[import-not-found]  # noqa: F401
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_counts_are_whole_and_positive(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="not a whole number of at least 1"):
-        arguments.count(text)
-
-
-def test_device_lists_keep_repeats_and_cannot_be_empty() -> None:
+def test_values_of_options() -> None:
+    assert (arguments.count("12"), arguments.above_zero("0.5")) == (12, 0.5)
+    for text in ("0", "-1", "two", "1.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a whole number of at least 1"):
+            arguments.count(text)
+    for text in ("0", "-1", "two", "inf", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a number above 0"):
+            arguments.above_zero(text)
     assert arguments.device_names("cpu, cpu") == ["cpu", "cpu"]
     with pytest.raises(argparse.ArgumentTypeError, match="one device per replica"):
         arguments.device_names(" ,")
@@ -196,3 +194,56 @@ def test_python_dash_m_is_the_same_command_and_needs_no_extra() -> None:
     command = [sys.executable, "-c", code]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.stdout.startswith("dataparallel 0.") and finished.returncode == 0
+
+
+# --- completion ------------------------------------------------------------------------------
+
+COMPLETED = {
+    "dataparallel mon": {"monitor"},
+    "dataparallel monitor re": {"record", "report"},
+    "dataparallel monitor top --at": {"--attach"},
+    "dataparallel bench train --loss ''": {"gathered", "replicas"},
+    "dataparallel bench train --json run": {"run.jsonl", "runs"},
+    "dataparallel monitor plot run.jsonl pic": {"picture.png"},
+    "dataparallel monitor top --source run": {"run.jsonl", "runs"},
+    "dataparallel completion z": {"zsh"},
+}
+
+
+def test_bash_completes_words_options_values_and_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run.jsonl", "picture.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "runs").mkdir()
+    assert cli.main(["completion", "bash"]) == 0
+    # As bash does when somebody presses the tab key: it calls what the script has registered.
+    lines = [
+        capsys.readouterr().out,
+        "complete -p dataparallel",
+        'try() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_dataparallel; '
+        'echo "${COMPREPLY[*]}"; }',
+        *(f"try {line}" for line in COMPLETED),
+    ]
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    registered, *found = done.stdout.splitlines()
+    assert "-F _shtab_dataparallel" in registered
+    assert dict(zip(COMPLETED, map(set, map(str.split, found)), strict=True)) == COMPLETED
+
+
+def test_other_shells_have_a_script_and_without_its_package_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shell in ("zsh", "fish", "tcsh"):
+        assert cli.main(["completion", shell]) == 0
+        assert "attach" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    told = capsys.readouterr().err
+    assert "'shtab'" in told and 'pip install "dataparallel[tools]"' in told

@@ -7,17 +7,15 @@ and prints a table. Each environment takes up to 6 GB, and is removed before the
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -56,46 +54,13 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 EXAMPLES = """examples:
   python -m tests.versions                                      the quick part, oldest and newest
-  python -m tests.versions --python 3.12 --torch oldest         one combination
   python -m tests.versions --torch 2.11.0,2.13.0,newest --python 3.10,3.13 --part all
-  python -m tests.versions --part tests/test_comm.py tests/test_compiled.py --keep environments
+  python -m tests.versions --part tests/test_comm.py tests/test_compiled.py
   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \\
     python -m tests.versions --torch 2.15.0+cpu                 without CUDA: 0.2 GB, not 3"""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one combination came to.
-
-    Attributes:
-        python: Version, as the interpreter says it.
-        torch: Version, as torch says it; what was asked for, if it could not be installed.
-        counts: What pytest counts: how many passed, failed and so on; empty if it did not end.
-        seconds: How long the tests took, without the installation.
-        problem: Why there are no counts; empty if there are.
-    """
-
-    python: str
-    torch: str
-    counts: dict[str, int]
-    seconds: float
-    problem: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether something passed and nothing failed."""
-        bad = self.counts.get("failed", 0) + self.counts.get("error", 0)
-        return not self.problem and not bad and self.counts.get("passed", 0) > 0
-
-    def cells(self) -> list[str]:
-        """The columns of the table."""
-        failed = self.counts.get("failed", 0) + self.counts.get("error", 0)
-        numbers = [self.counts.get("passed", 0), failed, self.counts.get("skipped", 0)]
-        shown = ["-"] * 3 if self.problem else list(map(str, numbers))
-        return [self.python, self.torch, *shown, f"{self.seconds:.0f}", self.problem]
-
-
-# --- which Pythons there are ------------------------------------------------------------------
+# --- which there are --------------------------------------------------------------------------
 
 
 def find_pythons() -> dict[str, str]:
@@ -116,126 +81,58 @@ def find_pythons() -> dict[str, str]:
 
 
 def choose_pythons(names: str, found: dict[str, str]) -> list[str]:
-    """The versions that are meant by a list of versions, ``other`` and ``this`` among them."""
+    """The versions that are meant by a list of versions, ``all`` and ``other`` among them."""
     this = ".".join(map(str, sys.version_info[:2]))
-    chosen = []
-    for name in names.split(","):
-        if name == "all":
-            chosen += [version for version in PYTHONS if version in found]
-        elif name == "other":
-            # The one in the middle first, which most users have.
-            others = [each for each in ("3.12", "3.13", "3.11", "3.10") if each in found]
-            others = [each for each in others if each != this]
-            if not others:
-                print(f"There is no other Python than {this} on this machine: taking that.")
-            chosen.append(others[0] if others else this)
-        else:
-            chosen.append(name)
-    return chosen
+    # The one in the middle first, which most users have.
+    others: list[str] = [each for each in ("3.12", "3.13", "3.11", "3.10") if each in found]
+    others = [each for each in others if each != this] or [this]
+    known = {"all": sorted(found), "other": others[:1]}
+    return [version for name in names.split(",") for version in known.get(name, [name])]
 
 
 def choose_torches(names: str) -> list[str]:
     """The requirements of pip that are meant by a list of versions."""
-    wanted = []
-    for name in names.split(","):
-        if name == "newest":
-            wanted.append("torch")
-            continue
-        versions = {"all": TORCHES, "oldest": TORCHES[:1]}.get(name, (name,))
-        # With two numbers the last release of these.
-        wanted += [f"torch=={each}{'.*' * (each.count('.') == 1)}" for each in versions]
-    return wanted
-
-
-# --- one combination --------------------------------------------------------------------------
-
-
-def run_combination(
-    python: str, torch: str, tests: Sequence[str], workers: int, folder: pathlib.Path
-) -> Row:
-    """Make an environment in ``folder`` and run the tests in it."""
-    inside = str(folder / "bin" / "python")
-    begin = time.perf_counter()
-    _say(f"{_version(python)} and {torch}: installing")
-    pip = [inside, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    asked = [inside, "-c", "import torch; print(torch.__version__)"]
-    try:
-        if not os.path.exists(inside):
-            subprocess.run([python, "-m", "venv", str(folder)], check=True)
-        subprocess.run([*pip, torch, "--editable", ".[dev]"], cwd=_ROOT, check=True)
-        version = subprocess.run(
-            asked, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout.strip()
-    except subprocess.CalledProcessError as error:
-        _say(str(error))
-        return Row(_version(python), torch, {}, 0.0, "not installed")
-    _say(f"installed torch {version} after {time.perf_counter() - begin:.0f} s: testing")
-
-    begin = time.perf_counter()
-    options = ["-q", "-n", str(workers), "-p", "no:cacheprovider"]
-    status, last = _run_and_show([inside, "-m", "pytest", *options, *tests])
-    seconds = time.perf_counter() - begin
-    counts = read_closing_line(last)
-    problem = "" if counts and status in (0, 1) else f"pytest ended with status {status}"
-    return Row(_version(python), version, counts, seconds, problem)
-
-
-def _run_and_show(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command and show what it prints; its exit status and the last line of it."""
-    last = ""
-    # As `make test` has it.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=environment
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            last = line.strip() or last
-    return process.returncode, last
-
-
-def read_closing_line(line: str) -> dict[str, int]:
-    """What pytest says last, ``1 failed, 20 passed in 3.21s``, as numbers; empty if it is not."""
-    if not re.search(r" in [\d.]+s", line):
-        return {}
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", line)
-    return {name: int(number) for number, name in counts}
-
-
-def _version(python: str) -> str:
-    asked = [python, "-c", "import platform; print(platform.python_version())"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+    known = {"all": TORCHES, "oldest": TORCHES[:1], "newest": ("",)}
+    versions = [version for name in names.split(",") for version in known.get(name, (name,))]
+    # With two numbers the last release of these.
+    ending = {version: ".*" if version.count(".") == 1 else "" for version in versions}
+    return [f"torch=={each}{ending[each]}" if each else "torch" for each in versions]
 
 
 # --- the command ------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows as a table of Markdown."""
-    head = ["Python", "torch", "passed", "failed", "skipped", "seconds", ""]
-    lines = [head, *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    line = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([shown[0], line, *shown[1:]])
-
-
-@contextlib.contextmanager
-def environments(keep: pathlib.Path | None, name: str) -> Iterator[pathlib.Path]:
-    """A folder for one environment, which is gone afterwards unless it is to be kept."""
-    if keep is not None:
-        yield keep.resolve() / name
-        return
-    # Not in the folder for temporary files, which may be in memory.
-    parent = _ROOT / "out" / "versions"
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        yield pathlib.Path(folder) / name
+def run_combination(
+    python: str, torch: str, tests: Sequence[str], folder: pathlib.Path
+) -> tuple[bool, str]:
+    """Run tests in an environment in ``folder``: whether they pass, and what a table says."""
+    inside = str(folder / "bin" / "python")
+    pip = [inside, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    asked = [inside, "-c", "import torch; print(torch.__version__)"]
+    begin = time.perf_counter()
+    print(f"{python} and {torch}: installing", flush=True)
+    try:
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+        subprocess.run([*pip, torch, "--editable", ".[dev]"], cwd=_ROOT, check=True)
+        version = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        return False, f"| {torch} | not installed: {error} |"
+    last = ""
+    with subprocess.Popen(
+        [inside, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *tests],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        # As `make test` has it.
+        env={"OMP_WAIT_POLICY": "passive", **os.environ},
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    seconds = time.perf_counter() - begin
+    told = f"| {version.strip()} | status {process.returncode}: {last}, {seconds:.0f} s in all |"
+    return process.returncode == 0, told
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -254,10 +151,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="versions, oldest, newest (what pip takes), all; default: %(default)s")  # fmt: skip
     add("--part", nargs="+", default=["quick"], metavar="PART",
         help="quick, all, or paths and options for pytest; default: quick")  # fmt: skip
-    add("--workers", type=int, default=2, metavar="N",
-        help="processes that run tests side by side; default: 2")  # fmt: skip
-    add("--keep", type=pathlib.Path, metavar="DIR",
-        help="keep the environments there, and use those there; default: remove")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -271,16 +164,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no Python {', '.join(missing)} here; there is: {', '.join(found) or 'none'}")
         return 2
     tests = {"quick": list(QUICK), "all": []}.get(options.part[0], options.part)
-    rows = []
-    for version in pythons:
-        for torch in torches:
-            if (version, torch) in NOT_BUILT:
-                _say(f"left out: there is no {torch} for Python {version}")
-                continue
-            with environments(options.keep, f"python{version}-{torch}") as folder:
-                rows.append(run_combination(found[version], torch, tests, options.workers, folder))
-    print(f"\n{table(rows)}")
-    return 0 if rows and all(row.passed for row in rows) else 1
+    parent = _ROOT / "out" / "versions"
+    parent.mkdir(parents=True, exist_ok=True)
+    rows, passed = ["", "| Python | torch | |", "|---|---|---|"], []
+    for python, torch in itertools.product(pythons, torches):
+        if (python, torch) in NOT_BUILT:
+            print(f"left out: there is no {torch} for Python {python}")
+            continue
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            place = pathlib.Path(folder) / f"python{python}-{torch}"
+            ok, told = run_combination(found[python], torch, tests, place)
+        rows.append(f"| {python} {told}")
+        passed.append(ok)
+    print("\n".join(rows))
+    return 0 if passed and all(passed) else 1
 
 
 if __name__ == "__main__":

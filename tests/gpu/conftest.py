@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dataparallel.kernels import backend
-from tests.gpu.backends import quiet_backend_of
+from tests.gpu.kernel_cases import quiet_backend_of
 from tests.kernels.host_backend import HostBackend
 
 

@@ -1,8 +1,13 @@
-"""One call of each kernel, on inputs that are the same on every device."""
+"""One call of each kernel, on inputs that are the same on every device.
+
+Run as a program, it launches each kernel on small tensors: for a sanitizer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import kernels
+from dataparallel.kernels.backend import Backend, backend_of
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EXACT = (torch.int32, torch.int64)
@@ -20,8 +26,21 @@ MANY = (*FEW, 255, 256, 257, 4101, 100_003, 2**20 + 3)
 #: ones, which the host computes.
 SOME = (33, 4101, 100_003)
 
+#: For a sanitizer: less than a block has threads, more than one block, and neither divisible.
+WATCHED = ((33, 0), (33, 1), (4101, 0), (4101, 3))
+
 #: Called with a device, the number of elements, and how many of them lie before an aligned address.
 Case = Callable[[torch.device, int, int], list[Tensor]]
+
+
+def quiet_backend_of(device: torch.device) -> Backend | None:
+    """As :func:`dataparallel.kernels.backend.backend_of`, which may import CuPy.
+
+    What CuPy, or its use of NumPy, warns of while it is imported is no fault of ours.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return backend_of(device)
 
 
 def sizes(device: torch.device) -> Sequence[int]:
@@ -119,9 +138,19 @@ def fingerprint(device: torch.device, size: int, offset: int) -> list[Tensor]:
     return [kernels.fingerprint(_lists(device, size, offset, dtype)) for dtype in dtypes]
 
 
-CASES: tuple[Case, ...] = (
-    reduce_add,
-    flatten,
-    unflatten,
-    fingerprint,
-)
+CASES: tuple[Case, ...] = (reduce_add, flatten, unflatten, fingerprint)
+
+
+def main() -> None:
+    """Launch each kernel on the device that is named."""
+    device = torch.device(sys.argv[1])
+    assert quiet_backend_of(device) is not None, f"no kernels on {device}"
+    for case in CASES:
+        for size, offset in WATCHED:
+            for result in case(device, size, offset):
+                result.cpu()
+        print(case.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

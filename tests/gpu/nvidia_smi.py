@@ -38,17 +38,7 @@ COLUMNS: dict[str, tuple[str, float, float]] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """One metric of one device, read by both.
-
-    Attributes:
-        device: Its UUID.
-        metric: Ours.
-        here: Our readings before and after, in the unit of ``nvidia-smi``; none where there is no
-            value.
-        column: What the other calls it.
-        said: What it says.
-        tolerance: How far they may differ.
-    """
+    """One metric of one device: ours before and after, in the unit of ``nvidia-smi``, and its."""
 
     device: str
     metric: str
@@ -70,12 +60,7 @@ class Pair:
 
 
 def ask(*query: str) -> list[list[str]]:
-    """What the program says, a row per line.
-
-    Raises:
-        FileNotFoundError: There is no such program.
-        RuntimeError: It has failed.
-    """
+    """What the program says, a row per line."""
     path = shutil.which("nvidia-smi")
     if path is None:
         raise FileNotFoundError("nvidia-smi")
@@ -109,11 +94,7 @@ def work(seconds: float) -> None:
 
 
 def compare(read: Callable[[], SourceReading]) -> list[Pair]:
-    """Read all devices, ask ``nvidia-smi``, and read them again.
-
-    Args:
-        read: Our source.
-    """
+    """Read all devices with our source, ask ``nvidia-smi``, and read them again."""
     columns = ["uuid", "name", *(column for column, _, _ in COLUMNS.values())]
     before = _whole(read())
     begin = time.monotonic()

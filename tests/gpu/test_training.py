@@ -6,18 +6,20 @@ They run in a process without virtual devices, of which torch would think as the
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import dataparallel as dp
+from dataparallel import virtual
 from dataparallel.kernels.backend import registered
 from tests.cluster import Cluster
-from tests.gpu.backends import quiet_backend_of
+from tests.gpu.kernel_cases import quiet_backend_of
 from tests.kernels.host_backend import HostBackend
 
 WRAPPERS: dict[str, Any] = {
@@ -92,6 +94,23 @@ def test_training_is_that_of_the_bare_module(
     cluster.run(_train, 1, wrapper, places, init_group=False, timeout=200)
 
 
+def _events(device: torch.device, call: Callable[[], object]) -> list[Any]:
+    """What the profiler sees of a call, in all threads."""
+    activities = [ProfilerActivity.CPU]
+    if device.type != "cpu":
+        activities.append(ProfilerActivity.CUDA)
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    # Of one cycle it makes no difference whether events are kept; torch 2.11 warns where not.
+    with profile(
+        activities=activities, experimental_config=all_threads, acc_events=True
+    ) as profiled:
+        with record_function("the call"):
+            call()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+    return list(profiled.events() or ())
+
+
 def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[float, float]]:
     """When the first bucket was reduced, and when the last product of backward was computed."""
     device = dp.devices.parse_device(places[0])
@@ -104,20 +123,10 @@ def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[
     # Buckets are in the order of arrival from the second round on.
     for _ in range(3):
         model(batch).pow(2).mean().backward()
-    activities = [ProfilerActivity.CPU]
-    if device.type != "cpu":
-        activities.append(ProfilerActivity.CUDA)
-    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    # Of one cycle it makes no difference whether events are kept; torch 2.11 warns where not.
-    with profile(
-        activities=activities, experimental_config=all_threads, acc_events=True
-    ) as profiled:
-        model(batch).pow(2).mean().backward()
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
+    events = _events(device, lambda: model(batch).pow(2).mean().backward())
     model.close()
     spans = {}
-    for event in profiled.events() or ():
+    for event in events:
         span = event.time_range
         if event.device_type.name == "CPU":
             if event.name.startswith("reduce bucket 0"):
@@ -143,3 +152,78 @@ def test_buckets_are_reduced_while_backward_goes_on(cluster: Cluster, places: li
     assert spans["reduced"][0] < spans["computed"][1], spans
     if places[0] != "cpu":
         assert spans["reduced on device"][0] < spans["computed on device"][1], spans
+
+
+# --- waits of the host -------------------------------------------------------------------------
+
+#: The functions of CUDA's that wait.
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+#: Ways to train: options of the wrapper.
+_MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    **{f"buffers={policy}": {"buffers": policy} for policy in ("replica0", "mean", "sync")},
+}
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+
+
+def _host_waits(model: nn.Module, x: torch.Tensor) -> int:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    # Buckets are arranged and kernels loaded in the first of them.
+    for _ in range(3):
+        _step(model, optimizer, x)
+    if x.device.type == "virtual":
+        before = virtual.counters()["host_waits"]
+        _step(model, optimizer, x)
+        return virtual.counters()["host_waits"] - before
+    events = _events(x.device, lambda: _step(model, optimizer, x))
+    events = [event for event in events if event.device_type.name == "CPU"]
+    (span,) = [event.time_range for event in events if event.name == "the call"]
+    return sum(
+        event.name in _WAITS and span.start <= event.time_range.start <= span.end
+        for event in events
+    )
+
+
+def _count_waits(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[int, int]]:
+    """By mode the waits of ours, and of the bare module."""
+    device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
+    x = torch.randn(32, 64, device=device)
+    found = {}
+    for mode, options in _MODES.items():
+        net, bare = (
+            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(device)
+            for _ in range(2)
+        )
+        model = dp.DistributedDataParallel(net, places, **options)
+        found[mode] = (_host_waits(model, x), _host_waits(bare, x))
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["virtual:0"],
+        ["virtual:0", "virtual:0"],
+        ["virtual:0", "virtual:1"],
+        pytest.param([0], marks=pytest.mark.gpu),
+        pytest.param([0, 0], marks=pytest.mark.gpu),
+        pytest.param([0, 1], marks=pytest.mark.multi_gpu(2)),
+    ],
+    ids=str,
+)
+def test_the_host_waits_no_more_than_for_the_bare_module(
+    cluster: Cluster, places: list[Any]
+) -> None:
+    on_virtual = str(places[0]).startswith("virtual")
+    (found,) = cluster.run(
+        _count_waits, 1, places, init_group=False, timeout=200, virtual=on_virtual
+    )
+    assert not {mode: counts for mode, counts in found.items() if counts[0] > counts[1]}

@@ -13,14 +13,6 @@ if TYPE_CHECKING:
 
     from dataparallel.tools.arguments import Subparsers
 
-#: What each mode repeats.
-MODES = {
-    "step": "zero_grad, forward, loss, backward, optimizer step",
-    "forward-backward": "zero_grad, forward, loss, backward",
-    "forward": "forward in training, with a graph",
-    "inference": "forward under no_grad",
-}
-
 
 def add_to(commands: Subparsers) -> None:
     """Add the subcommand, with its own subcommand, to the command line."""
@@ -40,16 +32,13 @@ def add_to(commands: Subparsers) -> None:
             "dataparallel bench train --processes 2 --devices cpu --peers ddp",
             "dataparallel bench train --devices cpu --cases deep --peers ddp",
             "dataparallel bench train --devices cpu,cpu --peers watched",
-            "dataparallel bench train --wrapper dp --mode forward --peers bare",
-            "dataparallel bench train --mode forward-backward --devices virtual:0,virtual:1",
+            "dataparallel bench train --wrapper dp --peers bare --devices virtual:0,virtual:1",
             "dataparallel bench train --json results.json",
         ],
         run=late(lambda: importlib.import_module("dataparallel.tools.bench.train"), extra="tools"),
     )
     _add_contestants(parser)
     add = parser.add_argument
-    add("--mode", choices=list(MODES), default="step",
-        help="what is repeated: " + "; ".join(f"{k}: {v}" for k, v in MODES.items()))  # fmt: skip
     add("--loss", choices=["gathered", "replicas"], default="gathered",
         help="where ours takes the loss: of the gathered output (default), "
         "or in each replica (model.loss)")  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from dataparallel.tools.bench.cases import whole_batch
-from dataparallel.tools.bench.command import MODES
 from dataparallel.tools.bench.harness import CHECK_STEPS, Outcome, Tell, measure, plan_contestants
 from dataparallel.tools.bench.output import (
     environment,
@@ -87,7 +86,6 @@ def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
         case=name,
         batch=whole_batch(name, arguments.processes * len(arguments.devices)),
         threads=arguments.threads_per_replica,
-        mode=arguments.mode,
         loss=arguments.loss,
         optimizer=arguments.optimizer,
         wrapper=arguments.wrapper,
@@ -111,7 +109,8 @@ def _print(
 ) -> None:
     console = Console()
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
-    print_table(build_table(results, f"{MODES[arguments.mode]}\nreplicas on {where}"), console)
+    step = "zero_grad, forward, loss, backward, optimizer step"
+    print_table(build_table(results, f"{step}\nreplicas on {where}"), console)
     for comparison in comparisons:
         console.print(describe(comparison), soft_wrap=True)
     print_notes(_notes(arguments), console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ class TrainTask(Task):
     Attributes:
         case: Name of the model.
         batch: Number of samples of the whole batch; a multiple of ``replicas``.
-        mode: What is repeated; see ``command.MODES``.
         loss: Whether ours takes the loss of the gathered output or of each replica.
         optimizer: Which of torch's.
     """
@@ -42,7 +40,6 @@ class TrainTask(Task):
 
     case: str
     batch: int
-    mode: Literal["step", "forward-backward", "forward", "inference"] = "step"
     loss: Literal["gathered", "replicas"] = "gathered"
     optimizer: Optimizer = "sgd"
 
@@ -110,30 +107,16 @@ class Trainer:
         Returns:
             Seconds of each repetition, until the devices have finished.
         """
-        modes: dict[str, Callable[[], object]] = {
-            "step": self._step,
-            "forward-backward": self._forward_backward,
-            "forward": lambda: self.model(self.inputs),
-            "inference": lambda: self.model(self.inputs),
-        }
-        repeat = modes[self.task.mode]
         self.seat.barrier()
         seconds = []
-        with torch.no_grad() if self.task.mode == "inference" else contextlib.nullcontext():
-            for _ in range(steps):
-                begin = time.perf_counter()
-                repeat()
-                self.seat.synchronize()
-                seconds.append(time.perf_counter() - begin)
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.optimizer.zero_grad()
+            self._loss().backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            self.seat.synchronize()
+            seconds.append(time.perf_counter() - begin)
         return {"step": seconds}
-
-    def _step(self) -> None:
-        self._forward_backward()
-        self.optimizer.step()
-
-    def _forward_backward(self) -> None:
-        self.optimizer.zero_grad()
-        self._loss().backward()  # type: ignore[no-untyped-call]
 
     def _loss(self) -> Tensor:
         if self.task.loss == "replicas" and isinstance(self.model, DataParallel):
