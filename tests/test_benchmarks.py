@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import math
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import autograd, collectives, common, kernel_cases, kernels, reducer
+from benchmarks import collectives, common, kernel_cases, kernels, reducer
 from benchmarks.common import compare
 from benchmarks.kernel_cases import KernelCase
 from benchmarks.kernels import Turn
@@ -211,48 +210,6 @@ def test_a_small_run_of_all_collectives(
 
 
 # --- autograd ----------------------------------------------------------------------------------
-
-
-class Local:
-    """Calls and a backward in this process, with ordinary autograd and an error at the end."""
-
-    def __init__(self, spoil: Callable[[Tensor], Any]) -> None:
-        self.spoil = spoil
-        self.called: list[str] = []
-        self.leaf = torch.empty(0)
-        self.gradients: dict[Tensor, Tensor] = {}
-
-    def rpc_sync(self, to: str, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        self.called.append(to)
-        self.leaf = args[0] if args[0].is_leaf else self.leaf
-        return function(*args)
-
-    def backward(self, context_id: int, roots: list[Tensor]) -> None:
-        (gradient,) = torch.autograd.grad(roots[0], self.leaf)
-        self.gradients = self.spoil(gradient) or {self.leaf: gradient}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "right"),
-    [
-        (lambda gradient: None, True),
-        (lambda gradient: gradient[-1:].add_(1) and None, False),
-        (lambda gradient: {torch.ones(1): gradient}, False),
-        (lambda gradient: {torch.ones(1): gradient.fill_(math.nan)}, False),
-    ],
-    ids=["right", "one element", "another leaf", "nan"],
-)
-def test_a_wrong_gradient_is_seen(
-    spoil: Callable[[Tensor], Any], right: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed.rpc, "rpc_sync", lambda to, function: None)
-    one = Local(spoil)
-    engine = autograd.Engine(
-        lambda: contextlib.nullcontext(7), one.rpc_sync, one.backward, lambda key: one.gradients
-    )
-    call, backward, found = autograd.run_once(engine, 3, 4, ["worker1", "worker2"])
-    assert found == right and call > 0.0 and backward > 0.0
-    assert one.called == ["worker1", "worker2", "worker1"]
 
 
 @pytest.mark.slow

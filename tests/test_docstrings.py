@@ -156,7 +156,6 @@ def names_for(code: str) -> dict[str, Any]:
         "replicas": dataparallel.replicate(net, homes),
         "criterion": nn.CrossEntropyLoss(),
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "scheduler": None,
         "dataset": [(torch.randn(4), 0)] * 8,
         "step": 1,
         "DataLoader": torch.utils.data.DataLoader,

@@ -251,7 +251,7 @@ def test_the_mean_over_the_cases_is_geometric_and_the_worst_case_is_named() -> N
         }
         return results.describe(results.compare(cases, "ddp"))
 
-    expected = "the ours / the ddp: time 1.050 (1.00..1.10), worst 2.100 (b)"
+    expected = "ours / the ddp: time 1.050 (1.00..1.10), worst 2.100 (b)"
     assert (told(2), told(0)) == (f"{expected}; memory 1.000", expected)
 
 

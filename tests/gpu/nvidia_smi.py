@@ -6,8 +6,7 @@ import csv
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
@@ -36,43 +35,17 @@ COLUMNS: dict[str, tuple[str, float, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One metric of one device: ours before and after, in the unit of ``nvidia-smi``, and its."""
-
-    device: str
-    metric: str
-    here: tuple[float, ...]
-    column: str
-    said: str
-    tolerance: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the other's value lies between ours, or neither has one."""
-        said = number(self.said)
-        if said is None or not self.here:
-            return said is None and not self.here
-        return min(self.here) - self.tolerance <= said <= max(self.here) + self.tolerance
-
-    def __str__(self) -> str:
-        return f"{self.device}: {self.metric}: {self.here} here, but {self.column} is {self.said}"
-
-
-def ask(*query: str) -> list[list[str]]:
-    """What the program says, a row per line."""
+def ask(columns: list[str]) -> dict[str, dict[str, str]]:
+    """What the program says: by UUID, by column."""
     path = shutil.which("nvidia-smi")
     if path is None:
         raise FileNotFoundError("nvidia-smi")
-    done = subprocess.run(
-        [path, *query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    query = [path, f"--query-gpu=uuid,{','.join(columns)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
     if done.returncode != 0:
         raise RuntimeError(f"nvidia-smi failed: {done.stdout}{done.stderr}")
-    return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
+    rows = ([cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row)
+    return {uuid: dict(zip(columns, cells, strict=True)) for uuid, *cells in rows}
 
 
 def number(text: str) -> float | None:
@@ -93,33 +66,33 @@ def work(seconds: float) -> None:
         torch.cuda.synchronize(0)
 
 
-def compare(read: Callable[[], SourceReading]) -> list[Pair]:
-    """Read all devices with our source, ask ``nvidia-smi``, and read them again."""
-    columns = ["uuid", "name", *(column for column, _, _ in COLUMNS.values())]
+def differences(read: Callable[[], SourceReading]) -> list[str]:
+    """Read all devices with our source, ask ``nvidia-smi``, and read them again.
+
+    Returns:
+        Each metric of which the other's value does not lie between ours, or that only one has.
+    """
     before = _whole(read())
-    begin = time.monotonic()
-    rows = ask("--query-gpu=" + ",".join(columns))
-    assert time.monotonic() - begin < 30
+    said = ask(["name", *(column for column, _, _ in COLUMNS.values())])
     after = _whole(read())
-    said = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
     assert set(before) == set(after) == set(said)
-    names = {uuid: one.name for uuid, one in after.items()}
-    assert names == {uuid: cells["name"] for uuid, cells in said.items()}
-    return [
-        pair
-        for uuid, cells in said.items()
-        for pair in _pairs(uuid, before[uuid], cells, after[uuid])
-    ]
+    assert {uuid: one.name for uuid, one in after.items()} == {
+        uuid: cells["name"] for uuid, cells in said.items()
+    }
+    found = []
+    for uuid, cells in said.items():
+        for metric, (column, unit, tolerance) in COLUMNS.items():
+            values = (one[uuid].value(metric) for one in (before, after))
+            here = [value / unit for value in values if value is not None]
+            there = number(cells[column])
+            if there is None or not here:
+                agrees = there is None and not here
+            else:
+                agrees = min(here) - tolerance <= there <= max(here) + tolerance
+            if not agrees:
+                found.append(f"{uuid}: {metric}: {here} here, but {column} is {cells[column]}")
+    return found
 
 
 def _whole(reading: SourceReading) -> dict[str | None, DeviceReading]:
     return {one.uuid: one for one in reading.devices if one.parent is None}
-
-
-def _pairs(
-    uuid: str, before: DeviceReading, cells: dict[str, str], after: DeviceReading
-) -> Iterator[Pair]:
-    for metric, (column, unit, tolerance) in COLUMNS.items():
-        read = (one.value(metric) for one in (before, after))
-        here = tuple(value / unit for value in read if value is not None)
-        yield Pair(uuid, metric, here, column, cells[column], tolerance)
