@@ -69,12 +69,8 @@ def test_in_training(wrapper: Callable[..., Any], make: Callable[[], nn.Module],
     net = make().to(home)
     model = wrapper(net, slots)
     x = torch.randn(4, 3, device=SLOTS[0], requires_grad=True)
-    current = torch.accelerator.current_stream(SLOTS[0])
-    for stream in (current, current, torch.Stream(SLOTS[0])):
-        stream.wait_stream(current)
-        with stream:
-            _total(model(x)).backward()
-        current.wait_stream(stream)
+    for _ in range(2):
+        _total(model(x)).backward()
     assert x.grad is not None
     assert all(parameter.grad is not None for parameter in net.parameters())
 
@@ -95,6 +91,18 @@ def test_of_what_is_moved(call: Callable[[Tensor], Tensor]) -> None:
         x = torch.randn(4, 3, device=place, requires_grad=True)
         call(x).sum().backward()
         assert x.grad is not None
+
+
+def test_the_caller_s_stream() -> None:
+    net = nn.Linear(3, 3).to(SLOTS[0])
+    for wrapper in (dp.DataParallel, dp.DistributedDataParallel):
+        model = wrapper(net, SLOTS)
+        stream = torch.Stream(SLOTS[0])
+        stream.wait_stream(torch.accelerator.current_stream(SLOTS[0]))
+        with stream:
+            for _ in range(2):
+                model(torch.ones(4, 3, device=SLOTS[0])).sum().backward()
+        torch.accelerator.current_stream(SLOTS[0]).wait_stream(stream)
 
 
 # --- in several processes --------------------------------------------------------------------
