@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import dataparallel as dp
 from dataparallel import kernels
 from dataparallel.reducer import buckets
 from tests.cluster import Cluster
+from tests.ddp_cases import Net, batch, two_layers, wrap
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
-        self.spare = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        y: torch.Tensor = self.spare(x)
-        return y
+def _three_layers(net: Any, x: Tensor, rank: int) -> Tensor:
+    output: Tensor = net.layers[2](two_layers(net, x))
+    return output
 
 
-class UsesTheSpareInRankOne(Net):
-    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.spare(x) if rank else x
+def _other_layers_in_rank_one(net: Any, x: Tensor, rank: int) -> Tensor:
+    return _three_layers(net, x, rank) if rank else two_layers(net, x)
 
 
-class UsedTwice(Net):
+def _used_twice(net: Any, x: Tensor, rank: int) -> Tensor:
     """Autograd's engine accumulates the first layer's gradients twice in one backward."""
-
-    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
-        x = checkpoint(self.layers[0], self.layers[1](x), use_reentrant=True)
-        for layer in self.layers[2:]:
-            x = torch.tanh(layer(x))
-        y: torch.Tensor = self.spare(checkpoint(self.layers[0], x, use_reentrant=True))
-        return y
+    x = checkpoint(net.layers[0], net.layers[1](x), use_reentrant=True)
+    x = torch.tanh(net.layers[2](x)) * net.scale
+    output: Tensor = checkpoint(net.layers[0], x, use_reentrant=True)
+    return output
 
 
-def _collectives(
-    rank: int, world_size: int, kind: Callable[[], Net], replicas: int
-) -> tuple[int, int, int]:
-    model = dp.DistributedDataParallel(kind(), ["cpu"] * replicas, bucket_cap_mb=0.001)
+def _collectives(rank: int, world_size: int, forward: Any, replicas: int) -> tuple[int, int, int]:
+    model = wrap(Net("cpu", forward), replicas, bucket_cap_mb=0.0001)
     processes = model._training.processes
     assert processes is not None
     for _ in range(3):
-        model(torch.randn(6, 16), rank).sum().backward()
+        model(batch(), rank).sum().backward()
     sent, said = processes.buckets.launched.total(), processes.control.launched.total()
-    model(torch.randn(6, 16), rank).sum().backward()
+    model(batch(), rank).sum().backward()
     return (
         processes.buckets.launched.total() - sent,
         processes.control.launched.total() - said,
@@ -68,17 +50,18 @@ def _collectives(
 
 
 @pytest.mark.parametrize(
-    ("kind", "replicas"), [(Net, 1), (UsesTheSpareInRankOne, 2), (UsedTwice, 2)]
+    ("forward", "replicas"),
+    [(_three_layers, 1), (_other_layers_in_rank_one, 2), (_used_twice, 2)],
 )
-def test_collectives_of_a_step(cluster: Cluster, kind: Callable[[], Net], replicas: int) -> None:
+def test_collectives_of_a_step(cluster: Cluster, forward: Any, replicas: int) -> None:
     """The vote is the only message of a round, whatever parameters anybody has used."""
-    for sent, said, num_buckets in cluster.run(_collectives, 2, kind, replicas):
+    for sent, said, num_buckets in cluster.run(_collectives, 2, forward, replicas):
         assert num_buckets > 2
         assert (sent, said) == (num_buckets, 1)
 
 
 class _Large(TorchDispatchMode):
-    """Counts the operations that make a tensor of the size of a parameter."""
+    """Counts the operations that make a tensor of the size of a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,20 +69,20 @@ class _Large(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and ("empty" in str(func) or "zeros" in str(func)):
-            self.made += [str(func)] * (result.numel() >= 16)
+        if isinstance(result, Tensor) and ("empty" in str(func) or "zeros" in str(func)):
+            self.made += [str(func)] * (result.numel() >= 36)
         return result
 
 
 def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> list[Any]:
     """Storages of buckets, large tensors and copies out of buckets, in two steps after three."""
-    net, large = Net(), _Large()
-    model = dp.DistributedDataParallel(net, ["cpu"] * replicas, gradient_as_bucket_view=view)
+    net, large = Net("cpu", _three_layers), _Large()
+    model = wrap(net, replicas, gradient_as_bucket_view=view)
     storages = mock.patch.object(buckets, "BucketStorage", wraps=buckets.BucketStorage)
     copies = mock.patch.object(kernels, "unflatten", wraps=kernels.unflatten)
     for step in range(5):
         net.zero_grad()
-        output = model(torch.randn(6, 16)).sum()
+        output = model(batch(), 0).sum()
         if step < 3:
             output.backward()
             continue
@@ -111,8 +94,8 @@ def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> list[
         b.storage.flat.untyped_storage().data_ptr() for b in model.reducer.buckets.all if b.storage
     }
     grads = [p.grad for p in net.parameters() if p.grad is not None]
-    assert len(grads) == 10
-    assert [g.untyped_storage().data_ptr() in flats for g in grads] == [view] * 10
+    assert len(grads) == 7
+    assert [g.untyped_storage().data_ptr() in flats for g in grads] == [view] * 7
     return large.made
 
 
@@ -126,17 +109,17 @@ def test_the_reducer_allocates_nothing_after_the_third_step(
 
 
 def _views_that_stay(rank: int, world_size: int, average: Any) -> list[str]:
-    net, large = Net(), _Large()
-    model = dp.DistributedDataParallel(net, ["cpu"], gradient_as_bucket_view=True, average=average)
-    x = torch.randn(6, 16)
+    net, large = Net("cpu", _three_layers), _Large()
+    model = wrap(net, 1, gradient_as_bucket_view=True, average=average)
+    x = batch()
     for _ in range(3):
         net.zero_grad(set_to_none=False)
-        model(x).sum().backward()
+        model(x, 0).sum().backward()
     kept = [p.grad for p in net.parameters() if p.grad is not None]
     before = [grad.clone() for grad in kept]
     net.zero_grad(set_to_none=False)
     for _ in range(2):
-        output = model(x).sum()
+        output = model(x, 0).sum()
         with large:
             output.backward()
     assert all(p.grad is grad for p, grad in zip(net.parameters(), kept, strict=True))

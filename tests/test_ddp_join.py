@@ -253,21 +253,6 @@ def test_average_over_samples_is_that_of_the_samples_that_are_left(cluster: Clus
         assert_all_close(state.values(), state_of(bare).values(), rtol=1e-5, atol=1e-6)
 
 
-def _collectives(rank: int, world_size: int) -> tuple[int, int]:
-    model = wrap(1)
-    processes: Any = model._training.processes
-    before = list(warnings.filters)
-    with model.join():
-        train(model, rank, 2 + rank)
-    assert warnings.filters == before
-    return processes.join.launched["all_reduce"], processes.control.launched["all_reduce"]
-
-
-def test_number_of_small_collectives(cluster: Cluster) -> None:
-    # Who has inputs, in each iteration and at the end; who came last. And the vote of each round.
-    assert cluster.run(_collectives, 2) == [(3 + 2, 3)] * 2
-
-
 def _grads_after(rank: int, world_size: int, view: bool) -> tuple[bool, list[Tensor]]:
     model = wrap(1, gradient_as_bucket_view=view)
     backward(model, 0, rank)

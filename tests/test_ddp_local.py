@@ -226,19 +226,6 @@ def test_compiled_autograd() -> None:
     assert_all_close(grads(net), grads(bare))
 
 
-# Of torch 2.11 itself, whenever a profile begins.
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
-def test_profilers_show_each_reduction() -> None:
-    model = dp.DistributedDataParallel(Net("cpu", two_layers), ["cpu", "cpu"])
-    # The first backward tells the order in which the buckets are made anew.
-    backward(model(batch()).sum())
-    experimental = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(experimental_config=experimental) as profile:
-        backward(model(batch()).sum())
-    names = {event.key for event in profile.key_averages()}
-    assert {f"reduce {bucket.name}" for bucket in model.reducer.buckets.all} <= names
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 

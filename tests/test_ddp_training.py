@@ -372,9 +372,23 @@ def what_is_filled(wrap: Wrap, device: str) -> Results:
     return [y, memory, *grads(front, net)]
 
 
+def what_is_cut_off(wrap: Wrap, device: str) -> Results:
+    def forward(net: Any, h: Tensor) -> Tensor:
+        y: Tensor = h * 2 + net.scale
+        h.detach_()
+        return y
+
+    front, net = encoder(device), Net(device, forward)
+    h = front(batch(device))
+    backward(wrap(net)(h).sum() + front(h).sum())
+    assert not h.requires_grad
+    return [h, *grads(front, net)]
+
+
 ONE_REPLICA: list[Case] = [
     the_caller_goes_on_with_it,
     what_is_filled,
+    what_is_cut_off,
 ]
 
 
