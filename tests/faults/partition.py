@@ -22,7 +22,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
 import torch
 
 from tests import forkserver
@@ -48,6 +47,9 @@ def obstacle() -> str | None:
 
 def require() -> None:
     """Skip the test where :func:`obstacle` names one."""
+    # Late: processes of a training import this file.
+    import pytest
+
     if reason := obstacle():
         pytest.skip(reason)
 
