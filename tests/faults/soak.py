@@ -98,7 +98,7 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:5.0f} s  {self.done} steps  {len(self.faults)} faults  "
+            f"{self.seconds:.0f} s  {self.done} steps  {len(self.faults)} faults  "
             f"{self.restarts} restarts  {self.recoveries} recoveries in place  "
             f"{max(self.lost, default=0)} steps lost at most  goodput {self.goodput:.1%}  "
             f"over a fault from step to step {statistics.median(self.gaps or [0]):.2f} s, at most "

@@ -257,7 +257,7 @@ def test_what_the_journal_says(tmp_path: pathlib.Path) -> None:
     assert (found.lost, found.gaps) == ([0, 1, 0], [3.0, 2.0])
     assert (found.digests, found.parameters) == (["first", "second"], ["same", "same"])
     assert found.goodput == 0.4
-    assert str(found).startswith("   10 s  4 steps  2 faults  1 restarts  1 recoveries in place")
+    assert str(found).startswith("10 s  4 steps  2 faults  1 restarts  1 recoveries in place")
 
 
 @pytest.mark.long_faults
