@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -43,20 +41,18 @@ class Fill:
     def __init__(self, tensor: Tensor, value: Tensor, error: str = "") -> None:
         self.tensor, self.value, self.error = tensor, value, error
         self.waits = 0
-        self._turn = threading.Lock()
 
     @property
     def completed(self) -> bool:
         return self.waits > 0 and not self.error
 
     def wait(self) -> None:
-        with self._turn:
-            if self.error:
-                raise ValueError(self.error)
-            if not self.waits:
-                with torch_internals.below_versions():
-                    self.tensor.copy_(self.value)
-                self.waits += 1
+        if self.error:
+            raise ValueError(self.error)
+        if not self.waits:
+            with torch_internals.below_versions():
+                self.tensor.copy_(self.value)
+            self.waits += 1
 
 
 def asynchronous(value: Tensor, error: str = "") -> tuple[Any, Fill]:
@@ -418,30 +414,6 @@ def test_as_a_leaf_with_hooks() -> None:
     assert torch.equal(x.grad, 4 * MATRIX)
 
 
-def test_as_a_gradient() -> None:
-    class Collective(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return asynchronous(grad * 2)[0]
-
-    model = nn.Linear(3, 2).double()
-    bias = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for _ in range(2):
-        # Into .grad twice: taken over, then added to.
-        loss = sum(Collective.apply(p).pow(2).sum() for p in model.parameters())
-        loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    optimizer.step()
-    torch.testing.assert_close(norm, torch.cat([8 * p.view(-1) for p in bias]).norm())
-    for new, old in zip(model.parameters(), bias, strict=True):
-        torch.testing.assert_close(new.detach(), old - 0.5 * 8 * old)
-
-
 @pytest.mark.parametrize("completed", [False, True])
 def test_as_a_parameter(completed: bool) -> None:
     x, work = asynchronous(MATRIX)
@@ -488,21 +460,6 @@ def test_other_subclasses() -> None:
     mixed: Any = asynchronous(MATRIX)[0] + TwoTensor(MATRIX, -MATRIX)
     assert type(mixed) is TwoTensor
     assert torch.equal(mixed.a, 2 * MATRIX) and torch.equal(mixed.b, 0 * MATRIX)
-
-
-def test_two_threads_use_it_at_once() -> None:
-    x, work = asynchronous(MATRIX)
-    both = threading.Barrier(2, timeout=30)
-
-    def use(view: Any) -> Tensor:
-        both.wait()
-        result: Tensor = view + 1
-        return result
-
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(use, [x, x.t()]))
-    assert torch.equal(results[0], MATRIX + 1) and torch.equal(results[1], MATRIX.t() + 1)
-    assert work.waits == 1
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -128,11 +128,6 @@ def test_a_replica_that_does_not_come_in_time(late: int) -> None:
         replicas(call, 2)
 
 
-def test_no_timeout_is_too_long() -> None:
-    group = LocalGroup(float("inf"))
-    assert [y.tolist() for y in replicas(lambda x: total(x, group))] == [[3.0] * 4] * 3
-
-
 # --- what a collective does not take -----------------------------------------------------------
 
 V, R = ValueError, RuntimeError
@@ -152,7 +147,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (V, "'min' needs an order", lambda x: f.all_reduce(x.to(torch.cfloat), "min", GROUP)),
     (R, "bitwise_and.* not implemented", lambda x: f.all_reduce(x, "band", GROUP)),
     (R, "can't be cast|Boolean", lambda x: f.all_reduce(x.bool(), "avg", GROUP)),
-    (TypeError, "takes a tensor, .* list", lambda x: f.all_reduce([1.0, 2.0], "sum", GROUP)),
+    (TypeError, "takes a tensor, .* list", lambda x: f.all_reduce(x.tolist(), "sum", GROUP)),
     (V, r"sparse_coo; pass x.to_dense\(\)", lambda x: total(torch.eye(3).to_sparse())),
     (V, "got a nested one; pad it first", lambda x: total(nested(x, x[:2]))),
 ]
