@@ -182,22 +182,6 @@ def test_trainer(
     assert_as_bare(net, train(model, tmp_path), trained(make))
 
 
-@pytest.mark.parametrize(
-    ("scalars", "n_gpu", "error", "match"),
-    [
-        ("mean", 0, ValueError, r"given num_items_in_batch.*returns None"),
-        ("stack", 0, RuntimeError, "implicitly created only for scalar outputs"),
-        (num_next_tokens, 2, ValueError, r"must agree .* kwargs\['num_items_in_batch'\] has 2"),
-    ],
-)
-def test_trainer_with_what_does_not_add_up(
-    tmp_path: pathlib.Path, scalars: Any, n_gpu: int, error: type[Exception], match: str
-) -> None:
-    model = dp.DataParallel(pair(gpt2)[1], ["cpu", "cpu"], scalars=scalars)
-    with pytest.raises(error, match=match):
-        train(model, tmp_path, n_gpu)
-
-
 # --- the class of the guide ----------------------------------------------------------------------
 
 

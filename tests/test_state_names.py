@@ -175,14 +175,6 @@ def test_hooks_of_the_wrapper_run(path: str) -> None:
     assert calls[-1] == path + "bias"
 
 
-def test_a_state_with_a_prefix_and_a_destination() -> None:
-    model = ours(nn.BatchNorm1d(2))
-    destination: OrderedDict[str, Any] = OrderedDict(before=1)
-    state = model.state_dict(destination=destination, prefix="net.")
-    assert state is destination
-    assert list(state) == ["before", *("net." + name for name in model.module.state_dict())]
-
-
 def test_modules_whose_state_is_special() -> None:
     lazy, full = ours(nn.LazyLinear(2)), ours(nn.Linear(3, 2))
     nn.Sequential(lazy).load_state_dict(nn.Sequential(full).state_dict())
