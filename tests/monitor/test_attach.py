@@ -220,9 +220,13 @@ def test_a_process_that_does_not_answer(
         (b"", None),
         (b'{"version": 2', None),
         (b"hello\n", "what is no state of a run: b'hello"),
+        (b"[]\n", "what is no state of a run"),
+        (b"[" * 100_000 + b"\n", "what is no state of a run"),
+        (b'{"version": 2}\n', "what is no state of a run"),
         (b'{"version": 3, "news": {}}\n', r"version 3 of the protocol is .*this is version 2."),
         (b'{"version": 2, "error": "not now"}\n', f"process {PID}: not now"),
         (b'{"version": 2, "state": {"pid": 1}}\n', "what is no state of a run"),
+        (b'{"version": 2, "state": []}\n', "what is no state of a run"),
     ],
 )
 def test_an_answer_that_is_no_state(
