@@ -126,7 +126,7 @@ class Stub:
         return 0
 
     def _nvmlDeviceGetHandleByIndex(self, name: str, index: Any, handle: Any) -> int:
-        device = self.devices[index.value]
+        device: Device = self.devices[index.value]
         ctypes.c_void_p.from_buffer(handle._obj).value = device.address
         return device.failures.get(name, 0)
 
@@ -212,7 +212,8 @@ class Stub:
             self.samples[_address(sample)] for sample in (asked.sample1, asked.sample2)
         )
         # The first sample must be the older one, of the same device.
-        assert device is other is not None and 0 < first < second and asked.version == 1
+        assert device is not None and device is other
+        assert 0 < first < second and asked.version == 1
         for one in asked.metrics[: asked.numMetrics]:
             one.nvmlReturn = 0 if one.metricId in device.gpm else NOT_SUPPORTED
             one.value = device.gpm.get(one.metricId, 0.0) + instance

@@ -249,26 +249,25 @@ def test_the_load_of_threads_is_told_by_their_names(tmp_path: Path) -> None:
     loads = ThreadLoads(tmp_path, clock=lambda: now[0], ticks=100)
     names = {77: "python", 78: "replica-0", 79: "replica-1", 80: "replica-2) (x", 81: "replica-0"}
 
-    def after(seconds: float, born: int = 5, **spent: tuple[int, int]) -> dict[str, float]:
+    def after(seconds: float, spent: dict[int, tuple[int, int]], born: int = 5) -> dict[str, float]:
         """The loads, when threads have computed so long as users and in the system."""
         now[0] += seconds
-        for thread, (user, system) in spent.items():
-            number = int(thread.removeprefix("t"))
+        for number, (user, system) in spent.items():
             fields = ["S", *["0"] * 10, str(user), str(system), *["0"] * 6, str(born), "0"]
             text = f"1 ({names[number]}) {' '.join(fields)}\n"
             lay(tmp_path, {f"77/task/{number}/stat": text})
         return loads.read(77)
 
-    assert after(0.0, **{f"t{number}": (1000, 0) for number in names}) == {}
-    spent = {"t77": (1100, 0), "t78": (1100, 50), "t80": (1200, 0), "t81": (1020, 0)}
+    assert after(0.0, dict.fromkeys(names, (1000, 0))) == {}
+    spent = {77: (1100, 0), 78: (1100, 50), 80: (1200, 0), 81: (1020, 0)}
     expected = {"main": 0.5, "replica-0": 0.85, "replica-1": 0.0, "replica-2) (x": 1.0}
-    assert after(2.0, **spent) == pytest.approx(expected)
+    assert after(2.0, spent) == pytest.approx(expected)
     # Too soon to tell anything new.
-    assert after(0.01, t77=(1101, 0)) == pytest.approx(expected)
+    assert after(0.01, {77: (1101, 0)}) == pytest.approx(expected)
     # Another thread under the same number has its own beginning.
-    assert "replica-1" not in after(1.0, born=9, t79=(1090, 0))
+    assert "replica-1" not in after(1.0, {79: (1090, 0)}, born=9)
     (tmp_path / "77/task/78/stat").write_text("torn")
-    assert "replica-0" in after(1.0), "one of its threads is still there"
+    assert "replica-0" in after(1.0, {}), "one of its threads is still there"
     # Another process, and one that is gone.
     assert loads.read(78) == {}
     now[0] += 1.0
