@@ -118,7 +118,8 @@ REINSTALL_CUPY = "pip uninstall cupy-cuda13x, then " + INSTALL_CUPY
 @pytest.mark.parametrize(
     ("name", "status", "detail", "remedy", "given"),
     [
-        case("torch", "problem", "not installed", "pip install torch", has_torch=False),
+        case("torch", "problem", "not installed", "pip install torch", has_torch=False, gpus=2),
+        case("Python", "ok", "3.12.1"),
         case("torch", "problem", "2.13.0 is installed but cannot be imported",
              "pip install --force-reinstall torch", has_torch=False, packages={"torch": "2.13.0"}),
         case("torch", "problem", "2.10.1+cu128, but at least 2.11 is needed",
