@@ -637,7 +637,8 @@ def test_an_error_or_an_interrupt_while_a_replica_compiles(interrupt: bool) -> N
         return graph.forward
 
     bare, net = twins()
-    model = DataParallel(torch.compile(net, backend=backend), CPU)
+    compiled: Any = torch.compile(net, backend=backend)
+    model = DataParallel(compiled, CPU)
     text = None if interrupt else r"(?s)this backend fails at first.*in replica 0 on device"
     with pytest.raises(KeyboardInterrupt if interrupt else Exception, match=text):
         model(batch(9, 4))

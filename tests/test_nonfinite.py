@@ -178,7 +178,8 @@ def _inject(
             steps.zero_grad()
         contaminated += not _same(_state(model, optimizer), _state(plain, other))
     assert model.num_skipped == (times if options["nonfinite"] == "skip" else 0)
-    model.close(), plain.close()
+    model.close()
+    plain.close()
     return contaminated, unnamed
 
 
@@ -311,7 +312,7 @@ def _overflow(rank: int, world: int, replicas: int, options: dict[str, Any]) -> 
     model = DistributedDataParallel(net, ["cpu"] * replicas, nonfinite="skip", **options)
     for part in (0.4, 0.9, 0.4):
         x = torch.full((replicas, 1), LARGEST * part)
-        text = told(model, lambda x=x: model(x).sum().backward())
+        text = told(model, model(x).sum().backward)
         assert bool(text) == (part == 0.9)
         if text:
             assert f"{SUM}: weight (infinity). The step is skipped" in text

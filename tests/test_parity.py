@@ -193,13 +193,13 @@ def test_layouts_of_gradients(slots: list[str], layouts: list[torch.memory_forma
     class ConvNet(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self:
-                x = layer(x.to(layer.weight.dtype))
+                x = layer(x.to(next(layer.parameters()).dtype))
             return x
 
-    net = ConvNet(*(nn.Conv2d(3, 3, 2) for _ in layouts)).to(slots[0])
+    net: Any = ConvNet(*(nn.Conv2d(3, 3, 2) for _ in layouts)).to(slots[0])
     for i, (layer, layout) in enumerate(zip(net, layouts, strict=True)):
         dtype = torch.float64 if i < 2 else torch.float32
-        layer.to(dtype=dtype, memory_format=layout)  # type: ignore[call-overload]
+        layer.to(dtype=dtype, memory_format=layout)
     model = DataParallel(deepcopy(net), slots)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, model)]
     x = torch.randn(9, 3, 6, 6, device=slots[0])
@@ -285,7 +285,7 @@ def test_subclasses_override_the_four_steps(slots: list[str]) -> None:
 @pytest.mark.parametrize("container", [list, tuple])
 @pytest.mark.parametrize("detach", [False, True])
 def test_replicate(slots: list[str], container: Any, detach: bool) -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(slots[0]).eval()
+    net: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(slots[0]).eval()
     x = torch.randn(3, 2)
     replicas = replicate(net, container(slots), detach)
     outputs = [replica(x.to(slot)).cpu() for slot, replica in zip(slots, replicas, strict=True)]

@@ -98,8 +98,9 @@ class Tables(nn.Module):
         total = torch.zeros(len(x))
         for table, kind in zip(self.tables, kinds, strict=True):
             if kind != "unused":
-                sparse = kind == "sparse"
-                total = total + nn.functional.embedding(x, table.weight, sparse=sparse).sum((1, 2))
+                weight: Any = table.weight
+                found = nn.functional.embedding(x, weight, sparse=kind == "sparse")
+                total = total + found.sum((1, 2))
         return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 from collections import Counter
@@ -36,7 +37,7 @@ class Twins:
         **arguments: Any,
     ) -> None:
         self.bare: Any = placed(build, slots[0], torch.float)
-        self.module = copy.deepcopy(self.bare)
+        self.module: Any = copy.deepcopy(self.bare)
         self.model = DataParallel(self.module, list(slots))
         self.plain: Any = optimizer_class(self.bare.parameters(), **arguments)
         self.sharded = ShardedOptimizer(optimizer_class, self.model, **arguments)
@@ -106,6 +107,8 @@ def test_frozen_parameters_are_not_copied_and_count_as_without_state() -> None:
 def test_gradients_are_moved_and_values_written_in_few_copies() -> None:
     twins = Twins(["virtual:0", "virtual:1", "virtual:2"], SGD, lr=0.1)
     other = torch.device("virtual:1")
+    # What earlier tests have left.
+    gc.collect()
     before = memory_allocated(other)
     twins.steps(1)
     # Between steps other devices hold nothing but state.

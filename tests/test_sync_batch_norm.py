@@ -174,7 +174,12 @@ def test_evaluation_needs_nobody_else(slots: list[str], how: str) -> None:
 
 def test_outside_of_the_forward_is_a_clear_error(slots: list[str]) -> None:
     kept: list[nn.Module] = []
-    net = Within(lambda norm, x: (kept.append(norm), norm(x))[1]).to(slots[0])
+
+    def keep(norm: nn.Module, x: Tensor) -> Any:
+        kept.append(norm)
+        return norm(x)
+
+    net = Within(keep).to(slots[0])
     x = torch.randn(4, 3, device=slots[0])
     DataParallel(net, slots[:2], buffers="sync")(x)
     with pytest.raises(RuntimeError, match=r"batch norm 'norm' .* called outside of their forward"):
@@ -325,7 +330,7 @@ def test_inputs_that_are_refused(slots: list[str]) -> None:
     for each in (layer, model):
         with pytest.raises(RuntimeError, match=r"for 3 channels.*\(2, 5\) has 5"):
             each(torch.randn(2 if each is layer else 8, 5))
-        assert each.num_batches_tracked.item() == 0  # type: ignore[union-attr, operator]
+        assert each.num_batches_tracked.item() == 0  # type: ignore[union-attr]
 
 
 class OwnForward(nn.BatchNorm1d):
@@ -448,13 +453,15 @@ def compare_with_whole(
     expected = derivatives(bare, x, coefficients)
     model = DataParallel(module, ["cpu"] * num_replicas)
     got = derivatives(model, x.split(sizes)[rank], coefficients.split(sizes)[rank])
-    for i, (ours, whole) in enumerate(zip(got, expected, strict=True)):
+    pairs = []
+    for ours, whole in zip(got, expected, strict=True):
         if whole.size(0) == len(x):
             whole = whole.split(sizes)[rank]
         else:
             ours = ours.detach().clone()
             dist.all_reduce(ours)
-        torch.testing.assert_close(ours, whole, msg=lambda text, i=i: f"entry {i}: {text}")
+        pairs.append((ours, whole))
+    assert_all_close(*zip(*pairs, strict=True))
     assert_all_close(module.buffers(), bare.buffers())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,33 +59,53 @@ class Report:
 
 
 def run_programs(cluster: Cluster, programs: Sequence[Program]) -> list[Report]:
-    """Run programs with all wrappers, one after the other."""
-    reports = []
-    for program in programs:
-        try:
-            options: dict[str, Any] = {"timeout": HANGS, "virtual": program.virtual}
-            reports.append(
-                _together(program, cluster.run(_in_rank, program.processes, program, **options))
-            )
-        except Exception as error:
-            text = f"the processes hang or end: {error}\n{error.__cause__}"
-            reports.append(Report("failed", text))
-    return reports
+    """Run programs of one world with all wrappers, one after the other in the same processes."""
+    first, limit = programs[0], HANGS + len(programs)
+    options: dict[str, Any] = {"timeout": limit, "virtual": first.virtual}
+    try:
+        ranks = cluster.run(_in_rank, first.processes, programs, **options)
+    except Exception as error:
+        if len(programs) > 1:
+            return [report for program in programs for report in run_programs(cluster, [program])]
+        return [Report("failed", f"the processes hang or end: {error}\n{error.__cause__}")]
+    return [
+        _together(program, runs)
+        for program, runs in zip(programs, zip(*ranks, strict=True), strict=True)
+    ]
 
 
 # --- in one rank -------------------------------------------------------------------------------
 
+#: With our wrapper, with what is right, and with torch's.
+Runs = tuple[Run, Run, Run | None]
 
-def _in_rank(rank: int, world_size: int, program: Program) -> tuple[Run, Run, Run | None]:
-    """The runs with our wrapper, with what is right, and with torch's."""
-    groups: list[Any] = [None, None]
-    if world_size > 1:
-        limits = [datetime.timedelta(seconds=seconds) for seconds in WAITS]
-        groups = [dist.new_group(timeout=limit) for limit in limits]
+
+def _in_rank(rank: int, world_size: int, programs: Sequence[Program]) -> list[Runs]:
+    found = []
+    groups: list[Any] = []
+    for program in programs:
+        if world_size > 1 and not groups:
+            limits = [datetime.timedelta(seconds=seconds) for seconds in WAITS]
+            groups = [dist.new_group(timeout=limit) for limit in limits]
+        runs = _run_all(program, rank, groups)
+        found.append(runs)
+        # One rank may have raised and left the others waiting.
+        errors = torch.tensor(sum(each is not None and each.error is not None for each in runs))
+        dist.all_reduce(errors)
+        if errors:
+            gc.collect()
+            for group in groups:
+                dist.destroy_process_group(group)
+            groups = []
+    return found
+
+
+def _run_all(program: Program, rank: int, groups: Sequence[Any]) -> Runs:
+    group, others = groups or (None, None)
     made: list[Any] = []
 
     def wrap(net: nn.Module) -> Any:
-        made.append(_ours(program, net, groups[0]))
+        made.append(_ours(program, net, group))
         return made[0]
 
     try:
@@ -93,10 +114,10 @@ def _in_rank(rank: int, world_size: int, program: Program) -> tuple[Run, Run, Ru
         for model in made:
             # Groups of its own, with threads of theirs, would else wait for the garbage collection.
             model.close()
-    if world_size == 1:
+    if not groups:
         return ours, run(program, lambda net: net, rank), None
-    right = run(program, lambda net: Averaged(net, groups[0]), rank)
-    return ours, right, run(program, lambda net: _theirs(program, net, groups[1]), rank)
+    right = run(program, lambda net: Averaged(net, group), rank)
+    return ours, right, run(program, lambda net: _theirs(program, net, others), rank)
 
 
 def _ours(program: Program, net: nn.Module, group: Any) -> nn.Module:
@@ -190,7 +211,7 @@ def _is_small(seen: Seen) -> bool:
 # --- over the ranks ------------------------------------------------------------------------------
 
 
-def _together(program: Program, ranks: Sequence[tuple[Run, Run, Run | None]]) -> Report:
+def _together(program: Program, ranks: Sequence[Runs]) -> Report:
     """The worst report, or that ranks disagree where those of the reference agree."""
     reports = [_compare(program, *runs) for runs in ranks]
     report = max(reports, key=lambda each: ORDER.index(each.verdict))

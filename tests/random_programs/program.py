@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 #: Options of the optimizers.
-RATES = {"lr": 0.5, "momentum": 0.5}
+RATES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5}
 
 Wrapper = Literal["DistributedDataParallel", "DataParallel"]
 
@@ -514,7 +514,7 @@ def smaller(program: Program) -> list[Program]:
     for name in ("options", "ours"):
         options = getattr(program, name)
         for key in options:
-            rest = {other: value for other, value in options.items() if other != key}
+            rest: Any = {other: value for other, value in options.items() if other != key}
             found.append(replace(program, **{name: rest}))
     for index, step in enumerate(program.steps):
         for line in range(len(step) if len(step) > 1 else 0):

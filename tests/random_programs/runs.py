@@ -203,10 +203,10 @@ class _State:
         names["m"] = wrap(names["net"])
         trained = [*names["net"].parameters(), *names["encoder"].parameters()]
         if program.sharded and isinstance(names["m"], dp.DataParallel):
-            own = dp.ShardedOptimizer(torch.optim.SGD, names["m"], params=trained, **RATES)
+            sharded = dp.ShardedOptimizer(torch.optim.SGD, names["m"], params=trained, **RATES)
+            names["optimizer"] = sharded
         else:
-            own = torch.optim.SGD(trained, **RATES)
-        names["optimizer"] = own
+            names["optimizer"] = torch.optim.SGD(trained, **RATES)
         for line in program.setup:
             exec(line, names)
 
