@@ -76,7 +76,6 @@ class ShardedOptimizer(DividedOptimizer):
         self._place: dict[Tensor, int] = {}
         given = model.parameters() if params is None else params
         super().__init__(optimizer_class, given, **arguments)
-        self._follow()
         if self.state:
             # Some classes make it at once, where the parameters are.
             self.load_state_dict(self.state_dict())
