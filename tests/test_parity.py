@@ -22,7 +22,7 @@ from tests.models import assert_all_close
 def assert_same_step(
     net: nn.Module, slots: list[str], *args: Any, loss: Any = Tensor.abs, **kwargs: Any
 ) -> None:
-    """Outputs, gradients and second gradients, of the wrapper and of the function."""
+    """Outputs and gradients, of the wrapper and of the function."""
     leaves = [*net.parameters(), *(b for b in net.buffers() if b.requires_grad)]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
 
