@@ -277,6 +277,16 @@ def test_statistics_keep_their_precision(
         torch.testing.assert_close(buffer.to(right).cpu(), right, rtol=1e-5, atol=1e-5)
 
 
+def test_running_statistics_that_are_not_tracked_any_more(slots: list[str]) -> None:
+    layer = SyncBatchNorm(3)
+    layer.track_running_stats = False
+    before = copy.deepcopy(layer)
+    x = torch.randn(8, 3)
+    layers, output = run_replicas(layer, list(x.split(2)), slots)
+    torch.testing.assert_close(output, nn.BatchNorm1d(3)(x))
+    assert_same_state(layers[1], before)
+
+
 def test_the_memory_format_is_kept() -> None:
     x = torch.randn(8, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     _, output = run_replicas(SyncBatchNorm(3), list(x.split(4)), ["cpu"] * 2)
