@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from tests.comm_cases import counting_copies
+from tests.test_comm import counting_copies
 
 
 def wrapped(devices: list[str]) -> DataParallel[nn.Sequential]:
