@@ -36,36 +36,10 @@ class PassingFunctions(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def set_variable() -> Iterator[None]:
-    token = variable.set("caller")
+def switched(on: Callable[[], object], off: Callable[[], object]) -> Iterator[None]:
+    on()
     yield
-    variable.reset(token)
-
-
-@contextlib.contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    yield
-    torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def uncached_autocast() -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        yield
-
-
-@contextlib.contextmanager
-def flushed_denormals() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    yield
-    torch.set_flush_denormal(False)
-
-
-@contextlib.contextmanager
-def single_threaded_backward() -> Iterator[None]:
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
+    off()
 
 
 def autocast_seen() -> Any:
@@ -77,11 +51,6 @@ def autocast_seen() -> Any:
         [torch.get_autocast_dtype(kind) for kind in kinds],
         torch.is_autocast_cache_enabled(),
     )
-
-
-def saved_dtype() -> Any:
-    x = torch.ones(2, requires_grad=True)
-    return type(x.exp().grad_fn._raw_saved_result).__name__, hooks_seen()  # type: ignore[union-attr]
 
 
 def hooks_seen() -> Any:
@@ -117,9 +86,17 @@ SETTINGS: dict[str, Setting] = {
         torch._C._is_fwd_grad_enabled,
     ),
     "bfloat16": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), autocast_seen),
-    "uncached": (uncached_autocast, autocast_seen),
+    "uncached": (
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+        autocast_seen,
+    ),
     "with_device": (lambda: torch.device("meta"), lambda: torch.ones(1).device),
-    "set_default_device": (lambda: default_device("meta"), lambda: torch.ones(1).device),
+    "set_default_device": (
+        lambda: switched(
+            lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)
+        ),
+        lambda: torch.ones(1).device,
+    ),
     "saved_tensor_hooks": (
         lambda: torch.autograd.graph.saved_tensors_hooks(identity, identity),
         hooks_seen,
@@ -128,12 +105,18 @@ SETTINGS: dict[str, Setting] = {
         lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
         hooks_disabled,
     ),
-    "single_threaded_backward": (single_threaded_backward, torch._C._is_multithreading_enabled),
+    "single_threaded_backward": (
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+    ),
     "view_replay": (
         lambda: torch.autograd.grad_mode._force_original_view_tracking(True),
         torch._C._is_view_replay_enabled,
     ),
-    "contextvar": (set_variable, variable.get),
+    "contextvar": (
+        lambda: switched(lambda: variable.set("caller"), lambda: variable.set("default")),
+        variable.get,
+    ),
     "dispatch_mode": (PassingDispatch, modes_seen),
     "function_mode": (PassingFunctions, modes_seen),
     "function_disabled": (
@@ -141,7 +124,9 @@ SETTINGS: dict[str, Setting] = {
         lambda: int(untyped._get_torch_function_state()),
     ),
     "flush_denormal": (
-        flushed_denormals,
+        lambda: switched(
+            lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)
+        ),
         lambda: (torch.full((1,), 1e-310, dtype=torch.float64) * 1).item(),
     ),
     "anomaly": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
