@@ -119,15 +119,16 @@ def test_ctrl_c_while_a_replica_hears_nothing() -> None:
         def forward(self, x: Tensor) -> Tensor:
             replica = dp.current_replica()
             if replica is not None and replica.index == 1 and asleep:
-                time.sleep(1.2)
+                assert woken.wait(30)
             return super().forward(x)
 
-    asleep, before = [True], replica_threads()
+    asleep, woken, before = [True], threading.Event(), replica_threads()
     model = dp.DataParallel(Sleeps(4, 4), ["cpu", "cpu"])
-    assert interrupted(lambda: model(torch.ones(4, 4)), 0.1) < 0.9
+    assert interrupted(lambda: model(torch.ones(4, 4)), 0.1) < 15
     assert replica_threads() - before
     asleep.clear()
     assert model(torch.ones(4, 4)).shape == (4, 4)
+    woken.set()
     model.close()
     assert seconds_until_no_replicas(before) < 10
 
