@@ -274,6 +274,13 @@ def test_two_processes_of_one_rank_do_not_begin_together(world: None) -> None:
     assert errors and all(re.search("rank [01] did not come|a rank of its own", e) for e in errors)
 
 
+def test_processes_that_count_differently_all_learn_of_it(world: None) -> None:
+    store = HashStore()
+    for error in together([lambda r=r: meet(store, r, 2 + r) for r in (0, 1)]):  # type: ignore[misc]
+        assert isinstance(error, ValueError)
+        assert "world_size is the same in all processes, but got ['2', '3']" in str(error)
+
+
 @pytest.mark.parametrize(
     ("machines", "own_address", "chosen"),
     [

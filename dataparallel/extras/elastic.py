@@ -88,7 +88,7 @@ def init_process_group(
         The default process group, which is ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: Something is missing or wrong, or there is a default group already.
+        ValueError: Something is missing, wrong or not the same, or there is a group already.
         CollectiveTimeout: A process did not come in time; the message says which.
         RuntimeError: The processes could not connect.
     """
@@ -189,7 +189,7 @@ def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timede
                 _open_store(rank, where, makes_store, limit) if isinstance(where, str) else where
             )
             part, machines = _join_round(rank, world_size, store, patience)
-        except CollectiveTimeout:
+        except (CollectiveTimeout, ValueError):
             if rank == 0:
                 time.sleep(_GRACE)
             raise
@@ -232,7 +232,7 @@ def _join_round(
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     rounds = PrefixStore(f"dataparallel/start/{run}", store)
     keys = [f"rank {each}" for each in range(world_size)]
-    name, number, here = f"{uuid.uuid4().hex} {_machine()}", "", rounds
+    name, number, here = f"{uuid.uuid4().hex} {world_size} {_machine()}", "", rounds
     hint = (
         "; every process must call init_process_group, with a rank of its own and the same "
         "world_size; look for an earlier error of the ranks named here"
@@ -253,7 +253,10 @@ def _join_round(
             here.set("plan", json.dumps([each.decode() for each in here.multi_get(keys)]))
         plan = json.loads(here.get("plan")) if number and here.check(["plan"]) else []
         if name in plan:
-            return PrefixStore("group", here), [each.partition(" ")[2] for each in plan]
+            _, sizes, machines = zip(*(each.split(" ", 2) for each in plan), strict=True)
+            if len(set(sizes)) > 1:
+                raise ValueError(f"world_size is the same in all processes, but got {[*sizes]}")
+            return PrefixStore("group", here), list(machines)
         patience.look(absent, hint)
 
 

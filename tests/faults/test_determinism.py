@@ -83,3 +83,10 @@ def test_runs_of_replicas(slots: list[str], repeats: Callable[..., int], figures
     for wrapper in ("DataParallel", "DistributedDataParallel"):
         found = train(0, 1, wrapper, slots, {}, repeats(quick=3, long=20))
         record(figures, f"{wrapper}, 4 replicas ({slots[0]})", found)
+
+
+def test_every_bucket_size(cluster: Cluster) -> None:
+    options = [{"deterministic": True, "bucket_cap_mb": size} for size in (0.0002, 0.002, 25)]
+    wrapper = "DistributedDataParallel"
+    found = [cluster.run(train, 3, wrapper, ["cpu"], each, 1) for each in options]
+    assert found[0] == found[1] == found[2]
