@@ -253,3 +253,20 @@ def test_logging_data_without_processes() -> None:
     assert data["forward_compute_time"] > 0 and not model.timeline.listeners
     with pytest.raises(ValueError, match="is sampled, or in more, but got 0"):
         model._set_ddp_runtime_logging_sample_rate(0)
+
+
+def test_whether_the_graph_is_static() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor, left: bool) -> Any:
+            return (self.left if left else self.right)(x)
+
+    model = DistributedDataParallel(Either(), ["cpu"] * 2, find_unused_parameters=True)
+    found = []
+    for left in (True, True, False, False):
+        model(torch.randn(4, 6), left).sum().backward()
+        found.append(model._get_ddp_logging_data().get("can_set_static_graph"))
+    assert found == [None, 1, 0, 0]

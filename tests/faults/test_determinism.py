@@ -67,7 +67,7 @@ def one_run(rank: int, wrapper: str, slots: list[str], options: dict[str, Any]) 
 def record(figures: Figures, what: str, runs: list[Any]) -> None:
     same, count = sum(run == runs[0] for run in runs), len(runs)
     what = f"runs with the same bits, {what}"
-    figures.record(what, same, f"of {count}", count, repeats=count, at_least=True)
+    figures.record(what, same, "runs", count, repeats=count, at_least=True)
 
 
 def test_runs_of_processes(cluster: Cluster, repeats: Callable[..., int], figures: Figures) -> None:
