@@ -72,7 +72,7 @@ class Figures:
     ) -> None:
         """Compare a figure with its limit, and keep it if this is a long run.
 
-        "s" and "%" get five times the limit in a quick run; counts ("failures", "of 400") have to
+        "s" and "%" get five times the limit in a quick run; counts ("failures", "steps") have to
         be exact there, too.
         """
         sign = ">=" if at_least else "<="

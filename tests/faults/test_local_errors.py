@@ -146,4 +146,4 @@ def test_what_a_replica_raises_comes_out_at_once(
     what = f"exception in a replica ({name}, {slots[0]}, meetings: {meets}) to the caller"
     figures.record(f"{what}, p100", max(took), "s", 1.0, repeats=count)
     what = f"{what}: the object itself"
-    figures.record(what, same, f"of {count}", count, repeats=count, at_least=True)
+    figures.record(what, same, "errors", count, repeats=count, at_least=True)

@@ -79,4 +79,5 @@ def test_both_sides_of_a_partition(
         assert reachable[2] == cut_off[2] == [3.0, 3.0, 3.0, 3.0, 2.0, 2.0]
         worst = max(worst, reachable[0] - timeout, cut_off[0] - timeout)
     what = "a partition: time beyond the timeout until both sides have an error, p100"
-    figures.record(what, worst, "s", 0.5, repeats=len(timeouts))
+    # For a second of that, the side without a network waits for an answer of the store.
+    figures.record(what, worst, "s", 1.5, repeats=len(timeouts))

@@ -82,7 +82,7 @@ def test_replicas(replicas: int, repeats: Callable[..., int], figures: Figures) 
                 torch.testing.assert_close(gradients(model, x), wanted)
         model.close()
     what = f"{replicas} replicas, random delays: steps without a deadlock and with right gradients"
-    figures.record(what, steps, f"of {steps}", steps, repeats=steps, at_least=True)
+    figures.record(what, steps, "steps", steps, repeats=steps, at_least=True)
 
 
 def train_over_a_backend_that_blocks(rank: int, world_size: int, replicas: int, steps: int) -> None:
@@ -123,4 +123,4 @@ def test_a_backend_that_blocks(
     for replicas in (1, 2, 4):
         cluster.run(train_over_a_backend_that_blocks, 2, replicas, steps, timeout=500)
     what = "2 processes x 1, 2, 4 replicas, a backend that blocks: steps without a deadlock"
-    figures.record(what, steps, f"of {steps}", steps, repeats=steps, at_least=True)
+    figures.record(what, steps, "steps", steps, repeats=steps, at_least=True)
