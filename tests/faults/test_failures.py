@@ -108,6 +108,7 @@ def test_every_survivor_names_the_rank_at_once(cluster: Cluster, where: str, how
         assert seconds < LIMIT, found
         assert f"rank {FAILS}" in text
         assert how == "killed" or "ZeroDivisionError: a bad batch" in text
+        assert ("start all processes again" in text) == (how == "killed"), text
 
 
 def stop_a_rank(rank: int, world_size: int, timeout: float) -> tuple[str, float]:
