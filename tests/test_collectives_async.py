@@ -284,6 +284,15 @@ def test_its_shape_and_memory_cannot_be_exchanged() -> None:
     assert torch.equal(x, MATRIX)
 
 
+def test_an_out_of_another_shape_is_refused() -> None:
+    x, _ = asynchronous(MATRIX)
+    with (
+        pytest.warns(UserWarning, match="was resized"),
+        pytest.raises(RuntimeError, match=r"out has shape \(2, 3\), but the result .* \(3, 2\)"),
+    ):
+        torch.add(MATRIX.t(), 1, out=x)
+
+
 def test_an_operator_of_somebody_else_that_says_view_is_waited_for() -> None:
     with torch.library._scoped_library("async_tensor_test", "DEF") as library:
         library.define("same(Tensor(a) x) -> Tensor(a)")

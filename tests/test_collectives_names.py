@@ -308,7 +308,7 @@ MISTAKES: list[tuple[type[Exception], str, Mistake]] = [
         r"input of shape \(3,\) cannot be divided .* for 2 members; pass input_split_sizes",
         lambda m: m.all_to_all_inplace(torch.ones(2), torch.ones(3), [1, 1]),
     ),
-    (ValueError, "argument 2 is shorter", lambda m: m.all_gather_inplace([X, X, X], X)),
+    (ValueError, "each of the 2 members, but has 3", lambda m: m.all_gather_inplace([X, X, X], X)),
     (ValueError, r"tensor_list\[0\] has shape", lambda m: m.all_gather_inplace([X, X], X.t())),
     (ValueError, "1 is no multiple of 2", lambda m: m.reduce_scatter_inplace(X, [X])),
     (ValueError, "reduceOp is one of sum, .* 'mean'", lambda m: m.all_reduce_inplace(X, "mean")),

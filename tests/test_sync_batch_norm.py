@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, DistributedDataParallel, current_replica, parallel_apply
@@ -365,6 +366,11 @@ def test_of_layers_that_cannot_be_converted_one_is_named_and_none_is() -> None:
     for layer, name in ((OwnForward(3), "OwnForward"), (patched, "BatchNorm1d")):
         net = nn.Sequential(nn.BatchNorm1d(3), layer)
         with pytest.raises(TypeError, match=rf"'1' \({name}\), which has a forward of its own"):
+            SyncBatchNorm.convert(net)
+        assert type(net[0]) is nn.BatchNorm1d
+    for layer in (nn.LazyBatchNorm1d(), weight_norm(nn.BatchNorm1d(3), dim=None)):
+        net = nn.Sequential(nn.BatchNorm1d(3), layer)
+        with pytest.raises(TypeError, match=r"'1' \(\w+\), which is lazy or parametrized"):
             SyncBatchNorm.convert(net)
         assert type(net[0]) is nn.BatchNorm1d
 

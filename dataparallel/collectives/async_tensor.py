@@ -297,7 +297,15 @@ def _mutate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             "that returns"
         )
     wrappers: dict[int, AsyncCollectiveTensor] = {}
-    return _replaced(func(*_ready(args, wrappers), **_ready(kwargs, wrappers)), wrappers)
+    result = func(*_ready(args, wrappers), **_ready(kwargs, wrappers))
+    for wrapper in wrappers.values():
+        if wrapper.shape != wrapper.elem.shape:
+            raise RuntimeError(
+                f"out has shape {tuple(wrapper.shape)}, but the result has shape "
+                f"{tuple(wrapper.elem.shape)}, and an AsyncCollectiveTensor cannot be resized; "
+                "call .wait() on it and use what that returns"
+            )
+    return _replaced(result, wrappers)
 
 
 def _ready(value: Any, wrappers: dict[int, AsyncCollectiveTensor] | None = None) -> Any:

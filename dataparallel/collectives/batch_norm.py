@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from dataparallel.collectives.functional import all_gather_tensor, wait_tensor
 from dataparallel.collectives.groups import Group, resolve
@@ -160,15 +162,32 @@ class SyncBatchNorm(BatchNorm):
         """
         layers = {n: part for n, part in module.named_modules() if isinstance(part, BatchNorm)}
         for name, layer in layers.items():
-            if not isinstance(layer, SyncBatchNorm):
-                _refuse_own_forward(name, layer, BatchNorm.forward, nn.SyncBatchNorm.forward)
+            if isinstance(layer, SyncBatchNorm):
+                continue
+            _refuse_own_forward(name, layer, BatchNorm.forward, nn.SyncBatchNorm.forward)
+            if isinstance(layer, LazyModuleMixin) or is_parametrized(layer):
+                raise TypeError(
+                    f"cannot synchronize the batch norm {name!r} ({type(layer).__name__}), which "
+                    "is lazy or parametrized; run a forward first, or parametrize it afterwards"
+                )
         for name, layer in layers.items():
             _become(cls, layer, name, group)
         return module
 
     @classmethod
     def convert_sync_batchnorm(cls, module: ModuleT, process_group: Group | None = None) -> ModuleT:
-        """:meth:`convert` under torch's name."""
+        """:meth:`convert` under torch's name.
+
+        Example::
+
+            net = collectives.SyncBatchNorm.convert_sync_batchnorm(net)
+
+        Args:
+            module, process_group: The ``module`` and the ``group`` of :meth:`convert`.
+
+        Returns:
+            ``module`` itself.
+        """
         return cls.convert(module, process_group)
 
 

@@ -76,6 +76,9 @@ def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
 
         weight = broadcast(weight, 0, group)
 
+    Args:
+        self, src, group, tag: See :mod:`dataparallel.collectives.functional`.
+
     Returns:
         A new tensor like ``self``.
     """
@@ -88,6 +91,9 @@ def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tens
     Example::
 
         mean = all_reduce(loss, "avg", group)
+
+    Args:
+        self, reduceOp, group, tag: See :mod:`dataparallel.collectives.functional`.
 
     Returns:
         A new tensor like ``self``.
@@ -105,6 +111,9 @@ def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -
 
         total = reduce(count, "sum", 0, group)
 
+    Args:
+        self, reduceOp, dst, group, tag: See :mod:`dataparallel.collectives.functional`.
+
     Returns:
         A new tensor like ``self``; zeros at the other members.
     """
@@ -119,6 +128,9 @@ def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = ""
     Example::
 
         batch = all_gather_tensor(chunk, 0, group)
+
+    Args:
+        self, gather_dim, group, tag: See :mod:`dataparallel.collectives.functional`.
 
     Returns:
         A new tensor, ``size`` times as long in ``gather_dim``.
@@ -135,6 +147,9 @@ def gather(self: Tensor, gather_dim: int, dst: int, group: Group, tag: str = "")
 
         batch = gather(chunk, 0, 0, group)
 
+    Args:
+        self, gather_dim, dst, group, tag: See :mod:`dataparallel.collectives.functional`.
+
     Returns:
         A new tensor; at the other members its length in ``gather_dim`` is 0.
     """
@@ -150,6 +165,9 @@ def reduce_scatter_tensor(
 
         mine = reduce_scatter_tensor(grad, "sum", 0, group)
 
+    Args:
+        self, reduceOp, scatter_dim, group, tag: See :mod:`dataparallel.collectives.functional`.
+
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
     """
@@ -162,6 +180,9 @@ def scatter(self: Tensor, scatter_dim: int, src: int, group: Group, tag: str = "
     Example::
 
         mine = scatter(batch, 0, 0, group)
+
+    Args:
+        self, scatter_dim, src, group, tag: See :mod:`dataparallel.collectives.functional`.
 
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
@@ -261,6 +282,9 @@ def all_reduce_coalesced(
 
         sums = all_reduce_coalesced([x.sum(0), x.square().sum(0)], "sum", group)
 
+    Args:
+        self, reduceOp, group, tag: See :mod:`dataparallel.collectives.functional`.
+
     Returns:
         A new tensor for each.
     """
@@ -275,6 +299,9 @@ def all_gather_into_tensor_coalesced(
     Example::
 
         inputs, targets = all_gather_into_tensor_coalesced([x, y], group)
+
+    Args:
+        self, group, tag: See :mod:`dataparallel.collectives.functional`.
 
     Returns:
         A new tensor for each, ``size`` times as long.
@@ -294,6 +321,9 @@ def reduce_scatter_tensor_coalesced(
     Example::
 
         mine = reduce_scatter_tensor_coalesced([grad_of_a, grad_of_b], "avg", [0, 1], group)
+
+    Args:
+        inputs, reduceOp, scatter_dim, group, tag: See :mod:`dataparallel.collectives.functional`.
 
     Returns:
         A new tensor for each, contiguous; ``size`` times shorter in its ``scatter_dim``.
@@ -460,6 +490,11 @@ def all_gather_inplace(
         ``tensor_list``.
     """
     gathered = all_gather_tensor(tensor.unsqueeze(0), 0, _target(group, async_op, tag))
+    if len(tensor_list) != len(gathered):
+        raise ValueError(
+            f"tensor_list has one tensor for each of the {len(gathered)} members, but has "
+            f"{len(tensor_list)}"
+        )
     for i, (each, row) in enumerate(zip(tensor_list, gathered.unbind(), strict=True)):
         _write(f"tensor_list[{i}]", each, row)
     return tensor_list
