@@ -94,8 +94,8 @@ class GroupChecks:
             if self._mode == "off" or len(self.failures.ranks) == 1:
                 return
             if self._mode == "always" or self.number <= self._until:
-                name = _name.get()
-                text = f"{name}: " * bool(name) + collective.signature(tensor)
+                name, text = _name.get(), collective.signature(tensor)
+                text = f"{name}: {text}" if name else text
                 splits = collective if isinstance(collective, AllToAll) else AllToAll((), ())
                 self._check([self.number, text, splits.output_splits, splits.input_splits])
 

@@ -197,10 +197,10 @@ def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timede
             # Rank 0 of the group before may have had the store, and have taken it along.
             if makes_store or not isinstance(where, str):
                 raise
+            address = f"{host}:{port}" if host else where
             hint = (
-                f": nobody answers at {host}:{port} ({error}); look for an earlier error there, "
-                "and see that all processes have the same MASTER_ADDR and MASTER_PORT, or "
-                "init_method"
+                f": nobody answers at {address} ({error}); look for an earlier error there, and "
+                "see that all processes have the same MASTER_ADDR and MASTER_PORT, or init_method"
             )
         else:
             _choose_interface(machines, host)
