@@ -41,6 +41,17 @@ def assert_all_close(got: Iterable[Any], expected: Iterable[Any], **tolerances: 
             torch.testing.assert_close(left, right, msg=_located(f"entry {i}"), **tolerances)
 
 
+def compare(model: nn.Module, bare: nn.Module, x: Tensor) -> None:
+    """One forward and backward: outputs and gradients are those of the bare module."""
+    results = []
+    for module in (bare, model):
+        module.zero_grad()
+        output = module(x)
+        output.pow(2).sum().backward()
+        results.append([output, *grads_of(module)])
+    assert_all_close(results[1], results[0])
+
+
 def _located(where: str) -> Callable[[str], str]:
     return lambda message: f"{where}: {message}"
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from dataparallel import virtual
 from dataparallel.collectives import HybridGroup, functional
 from tests import collective_cases as cases
-from tests.bit_cases import bits, random_bits, spread
 from tests.cluster import Cluster
 from tests.collective_cases import GROUP, PLACES, Case, each, index
 
@@ -40,6 +39,25 @@ TENSORS = [
     ),
 ]
 SMALL = [(), (1,), (0,), (0, 3), (3, 0), (1, 1, 1)]
+
+
+def random_bits(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Any bits, NaNs too, but only those of False and True where the dtype is bool."""
+    generator = torch.Generator().manual_seed(seed)
+    numel = math.prod(shape) * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    data = torch.randint(0, high, (numel,), generator=generator).to(torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    flat = tensor.detach().cpu().resolve_conj().contiguous().view(-1)
+    return list(flat.view(torch.uint8).tolist())
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same values with gaps between them."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
 def inputs_of(size: int, dtype: torch.dtype, shape: Sequence[int], layout: str) -> list[Tensor]:

@@ -31,7 +31,7 @@ from dataparallel.threads import compile as compiling
 from dataparallel.threads import workers
 from dataparallel.threads.meeting import current_rendezvous
 from dataparallel.torch_internals import untraced
-from tests.models import assert_all_close, grads_of
+from tests.models import assert_all_close, compare, grads_of
 
 Started = list[tuple[str, str]]
 
@@ -111,18 +111,6 @@ def batch(*shape: int, device: str = "cpu") -> Tensor:
     return torch.randn(*shape, dtype=torch.double, device=device)
 
 
-def compare(model: nn.Module, bare: nn.Module, *shape: int, device: str = "cpu") -> None:
-    """One forward and backward: outputs and gradients are those of the bare module."""
-    x = batch(*shape, device=device)
-    results = []
-    for module in (bare, model):
-        module.zero_grad()
-        output = module(x)
-        output.pow(2).sum().backward()
-        results.append([output, *grads_of(module)])
-    assert_all_close(results[1], results[0])
-
-
 CPU = ["cpu"] * 3
 VIRTUAL = [f"virtual:{i}" for i in range(3)]
 WRAPPERS = [DataParallel, dataparallel.DistributedDataParallel]
@@ -140,7 +128,7 @@ def test_outputs_and_gradients(
     bare, net = twins(slots[0])
     model = wrapper(how(net), slots)
     for samples in (14, 9, 20):
-        compare(model, bare, samples, 4, device=slots[0])
+        compare(model, bare, batch(samples, 4, device=slots[0]))
     assert started
     assert all("replica" in thread for _, thread in started)
     # At the first backward, several devices could come to it at the same time.
@@ -151,10 +139,10 @@ def test_outputs_and_gradients(
 def test_what_is_compiled_after_a_forward(how: Callable[..., Any], started: Started) -> None:
     bare, net = twins()
     model = DataParallel(net, ["cpu"] * 2)
-    compare(model, bare, 7, 4)
+    compare(model, bare, batch(7, 4))
     assert not started
     how(net)
-    compare(model, bare, 7, 4)
+    compare(model, bare, batch(7, 4))
     assert started
 
 
@@ -167,12 +155,12 @@ def test_nothing_is_compiled_again(slots: list[str], wrapper: Any, started: Star
     bare, net = twins(slots[0])
     model = wrapper(compile_nested(net, "aot_eager"), slots)
     for _ in range(2):
-        compare(model, bare, 8, 4, device=slots[0])
+        compare(model, bare, batch(8, 4, device=slots[0]))
     # Equal chunks: once for each device.
     assert len(started) == len(set(slots))
     with torch.compiler.set_stance("fail_on_recompile"):
         for _ in range(10):
-            compare(model, bare, 8, 4, device=slots[0])
+            compare(model, bare, batch(8, 4, device=slots[0]))
     with torch.no_grad():
         model(batch(8, 4, device=slots[0]))
         model.eval()
@@ -186,7 +174,7 @@ def test_replicas_on_one_device_share_what_is_compiled(backend: str, started: St
     bare, net = twins()
     model = DataParallel(compile_whole(net, backend, dynamic=True), CPU)
     for samples in (14, 9, 20):
-        compare(model, bare, samples, 4)
+        compare(model, bare, batch(samples, 4))
     assert started == [("DYNAMO", "dataparallel-replica-0")]
 
 
@@ -196,7 +184,7 @@ def test_many_shapes(slots: list[str], started: Started) -> None:
     model = DataParallel(compile_parts(net, "aot_eager"), slots)
     shapes = random.Random(0)
     for _ in range(25):
-        compare(model, bare, shapes.randint(3, 40), shapes.randint(2, 9), 4, device=slots[0])
+        compare(model, bare, batch(shapes.randint(3, 40), shapes.randint(2, 9), 4, device=slots[0]))
     # For each device: one size, any size, size 1 in the batch.
     assert len(started) <= 2 * 4 * len(set(slots))
 
@@ -206,7 +194,7 @@ def test_a_limit_for_each_device(started: Started) -> None:
     model = DataParallel(compile_whole(net, dynamic=False), VIRTUAL)
     with torch._dynamo.config.patch(recompile_limit=2):
         for samples in (6, 9, 6, 9):
-            compare(model, bare, samples, 4, device="virtual:0")
+            compare(model, bare, batch(samples, 4, device="virtual:0"))
     assert len(started) == 6
 
 
@@ -214,7 +202,7 @@ def test_the_cache_may_be_emptied() -> None:
     bare, net = twins()
     model = DataParallel(compile_graphs(net), ["cpu"] * 2)
     for _ in range(3):
-        compare(model, bare, 8, 4)
+        compare(model, bare, batch(8, 4))
         torch._dynamo.reset()
 
 
@@ -227,7 +215,7 @@ def test_replicas_within_replicas() -> None:
     net[1] = DataParallel(compile_whole(net[1]), ["cpu"] * 2)
     model = DataParallel(net, ["cpu"] * 2)
     for _ in range(3):
-        compare(model, bare, 12, 4)
+        compare(model, bare, batch(12, 4))
 
 
 def test_clones_are_let_go() -> None:
@@ -256,10 +244,10 @@ def test_buffers(layer: Any, buffers: Any, started: Started) -> None:
     expected = DataParallel(plain, ["cpu"] * 2, buffers=buffers)
     model = DataParallel(compile_graphs(net), ["cpu"] * 2, buffers=buffers)
     for samples in (12, 9):
-        compare(model, expected, samples, 4)
+        compare(model, expected, batch(samples, 4))
         assert_all_close(net.buffers(), plain.buffers())
     model.eval(), expected.eval()
-    compare(model, expected, 12, 4)
+    compare(model, expected, batch(12, 4))
     assert started
 
 
@@ -352,7 +340,7 @@ def test_the_wrapper_is_compiled(wrapper: Any, started: Started) -> None:
     bare, net = twins()
     outer = compile_graphs(wrapper(net, ["cpu"] * 2))
     for samples in (7, 7, 9):
-        compare(outer, bare, samples, 4)
+        compare(outer, bare, batch(samples, 4))
     assert not started
 
 
@@ -483,7 +471,7 @@ def test_replicas_that_meet(started: Started) -> None:
     bare, net = twins(build=lambda: Meets(meet))
     model = DataParallel(compile_in_place(net), CPU)
     for samples in (14, 14, 9, 20):
-        compare(model, bare, samples, 4)
+        compare(model, bare, batch(samples, 4))
     # Nothing of the meeting itself is compiled.
     assert len(started) <= 6
 
@@ -582,7 +570,7 @@ def test_several_models_in_several_threads() -> None:
             bare, net = twins()
             model = DataParallel(compile_nested(net, "aot_eager"), ["cpu"] * 2)
             for _ in range(10):
-                compare(model, bare, shapes.randint(2, 20), 4)
+                compare(model, bare, batch(shapes.randint(2, 20), 4))
             model.close()
         except BaseException as failure:
             failures.append(failure)
@@ -643,7 +631,7 @@ def test_an_error_or_an_interrupt_while_a_replica_compiles(interrupt: bool) -> N
     with pytest.raises(KeyboardInterrupt if interrupt else Exception, match=text):
         model(batch(9, 4))
     for _ in range(2):
-        compare(model, bare, 9, 4)
+        compare(model, bare, batch(9, 4))
     assert not compiling.lock._is_wanted() and not compiling.lock._running
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel, data_parallel
-from tests.models import Shared, assert_all_close, grads_of, twins
+from tests.models import Shared, assert_all_close, compare, twins
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 CPUS = ["cpu", "cpu"]
@@ -33,17 +33,6 @@ class Net(nn.Module):
     def forward(self, ids: Tensor, /, mask: Tensor | None = None, *, scale: float = 1) -> Tensor:
         y: Tensor = self.layers(ids) * scale
         return y if mask is None else y * mask
-
-
-def compare(model: nn.Module, bare: nn.Module, x: Tensor) -> None:
-    """Outputs and gradients of a wrapper are those of the bare module."""
-    results = []
-    for module in (bare, model):
-        module.zero_grad()
-        output = module(x)
-        output.pow(2).sum().backward()
-        results.append([output, *grads_of(module)])
-    assert_all_close(results[1], results[0])
 
 
 # --- names and attributes --------------------------------------------------------------------

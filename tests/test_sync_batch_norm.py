@@ -368,8 +368,9 @@ def test_of_layers_that_cannot_be_converted_one_is_named_and_none_is() -> None:
         with pytest.raises(TypeError, match=rf"'1' \({name}\), which has a forward of its own"):
             SyncBatchNorm.convert(net)
         assert type(net[0]) is nn.BatchNorm1d
-    for layer in (nn.LazyBatchNorm1d(), weight_norm(nn.BatchNorm1d(3), dim=None)):
-        net = nn.Sequential(nn.BatchNorm1d(3), layer)
+    refused: list[Any] = [nn.LazyBatchNorm1d(), weight_norm(nn.BatchNorm1d(3))]
+    for other in refused:
+        net = nn.Sequential(nn.BatchNorm1d(3), other)
         with pytest.raises(TypeError, match=r"'1' \(\w+\), which is lazy or parametrized"):
             SyncBatchNorm.convert(net)
         assert type(net[0]) is nn.BatchNorm1d
