@@ -1,18 +1,19 @@
-"""Optimizers, and equal modules of which one is stepped in backward."""
+"""Optimizers, a module for them, and equal modules of which one has an optimizer of ours."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dataparallel import DataParallel, ShardedOptimizer
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
+from tests.models import placed
 
 with warnings.catch_warnings():
     # Its package has functions that it compiles with TorchScript.
@@ -22,18 +23,11 @@ with warnings.catch_warnings():
 #: Torch's function that gives every parameter an optimizer.
 apply_torchs: Callable[..., None] = _apply_optimizer_in_backward
 
+Kind: TypeAlias = Literal["sharded", "in backward", "torch's in backward"]
 ADAMW = torch.optim.AdamW
-CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    (torch.optim.SGD, {"lr": 0.1}),
-    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    (ADAMW, {"lr": 0.01}),
-    (ADAMW, {"lr": 0.01, "foreach": True, "maximize": True}),
-    (ADAMW, {"lr": 0.01, "fused": True}),
-    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}),
-    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
-    (torch.optim.Adafactor, {}),
-]
+#: Two ways in which six parameters may be put into buckets.
+FIRST = [[5, 4], [3, 2, 1], [0]]
+THEN = [[5], [0, 4], [2, 1, 3]]
 
 
 def build() -> nn.Module:
@@ -60,67 +54,68 @@ def assert_same(left: Any, right: Any) -> None:
         assert left == right
 
 
-# --- in backward ---------------------------------------------------------------------------------
-
-#: Two ways in which six parameters may be put into buckets.
-FIRST = [[5, 4], [3, 2, 1], [0]]
-THEN = [[5], [0, 4], [2, 1, 3]]
-
-
-class BackwardTwins:
-    """A module with a plain optimizer, and an equal one that is stepped in backward."""
+class Twins:
+    """A bare module with a plain optimizer, and an equal one with an optimizer of some kind."""
 
     def __init__(
         self,
-        make: Callable[[nn.Module], Any],
-        plain: Callable[[nn.Module], Optimizer],
+        kind: Kind,
+        slots: Sequence[str] = ("cpu",),
+        optimizer_class: type[Optimizer] = ADAMW,
+        *,
+        build: Callable[[], nn.Module] = build,
+        groups: Callable[[Any], Any] = nn.Module.parameters,
+        **arguments: Any,
     ) -> None:
-        self.bare = build()
-        self.module = copy.deepcopy(self.bare)
-        self.plain = plain(self.bare)
-        self.optimizers = make(self.module)
+        self.kind = kind
+        self.bare: Any = placed(build, slots[0], torch.float)
+        self.module: Any = copy.deepcopy(self.bare)
+        self.model = DataParallel(self.module, list(slots))
+        self.plain: Any = optimizer_class(groups(self.bare), **arguments)
+        given = groups(self.module)
+        self.ours: Any
+        if kind == "sharded":
+            self.ours = ShardedOptimizer(optimizer_class, self.model, params=given, **arguments)
+        elif kind == "in backward":
+            self.ours = InBackwardOptimizers(optimizer_class, given, **arguments)
+        else:
+            apply_torchs(optimizer_class, given, arguments)
+            self.ours = TorchsOptimizers(self.module.parameters())
 
-    def set_gradients(self, without: Sequence[int] = ()) -> None:
+    def both(self) -> list[tuple[Any, Any]]:
+        return [(self.bare, self.plain), (self.module, self.ours)]
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return zip(self.bare.parameters(), self.module.parameters(), strict=True)
+
+    def set_gradients(self, scale: float = 1.0, without: Sequence[int] = ()) -> None:
         for index, (p, q) in enumerate(self.pairs()):
-            p.grad = None if index in without else torch.randn_like(p)
+            p.grad = None if index in without else torch.randn_like(p) * scale
             q.grad = None if p.grad is None else p.grad.clone()
 
-    def step(self, buckets: Sequence[Sequence[int]] = FIRST, without: Sequence[int] = ()) -> None:
-        self.set_gradients(without)
+    def take(self, buckets: Sequence[Sequence[int]] = FIRST) -> None:
+        """The step of our optimizer; in backward, bucket by bucket, as the reducer does it."""
+        if self.kind == "sharded":
+            self.ours.step()
+            return
         parameters = list(self.module.parameters())
         grads = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
         for bucket in buckets:
-            # As the reducer does it.
             for index in bucket:
                 parameters[index].grad = grads[index]
-            self.optimizers.step([parameters[index] for index in bucket])
-        self.plain.step()
-        self.plain.zero_grad()
+            self.ours.step([parameters[index] for index in bucket])
+        assert all(p.grad is None for p in parameters)
 
-    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return zip(self.bare.parameters(), self.module.parameters(), strict=True)
+    def step(self, buckets: Sequence[Sequence[int]] = FIRST, without: Sequence[int] = ()) -> None:
+        """A step of both, which leaves them equal."""
+        self.set_gradients(without=without)
+        self.plain.step()
+        self.take(buckets)
+        self.assert_equal()
 
     def assert_equal(self) -> None:
         assert_same([p for p, _ in self.pairs()], [q for _, q in self.pairs()])
-        if isinstance(self.optimizers, Optimizer):
-            assert_same(self.plain.state_dict(), self.optimizers.state_dict())
-
-
-def ours(optimizer_class: type[Optimizer] = ADAMW, **arguments: Any) -> BackwardTwins:
-    return BackwardTwins(
-        lambda m: InBackwardOptimizers(optimizer_class, m.parameters(), **arguments),
-        lambda m: optimizer_class(m.parameters(), **arguments),
-    )
-
-
-def torchs(optimizer_class: type[Optimizer] = ADAMW, **arguments: Any) -> BackwardTwins:
-    def make(module: nn.Module) -> TorchsOptimizers:
-        apply_torchs(optimizer_class, module.parameters(), arguments)
-        return TorchsOptimizers(module.parameters())
-
-    return BackwardTwins(make, lambda m: optimizer_class(m.parameters(), **arguments))
-
-
-BOTH = pytest.mark.parametrize("kind", [ours, torchs])
+        if isinstance(self.ours, Optimizer):
+            assert_same(self.plain.state_dict(), self.ours.state_dict())

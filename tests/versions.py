@@ -35,7 +35,7 @@ QUICK = (
     "tests/test_bucket_plan.py",
     "tests/test_comm_hooks.py",
     "tests/test_ddp_buffers.py",
-    "tests/test_optimizers_with_reducer.py",
+    "tests/test_optimizers.py",
     # Collectives.
     "tests/test_collectives_async.py",
     "tests/test_collectives_gradients.py",
