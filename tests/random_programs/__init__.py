@@ -1,1 +1,1 @@
-"""Random programs: the wrappers against the bare module and against torch's DDP."""
+"""Random programs: the wrappers against the bare module."""

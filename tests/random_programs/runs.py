@@ -142,16 +142,14 @@ def run(program: Program, wrap: Wrap, rank: int, device: str = "cpu") -> Run:
     """Run a program with the wrapper that ``wrap`` makes of its module."""
     result = Run()
     with warnings.catch_warnings():
-        # Of torch's checkpoints without gradients, and of unused parameters.
+        # Of torch's checkpoints without gradients.
         warnings.simplefilter("ignore")
         try:
             state = _State(program, rank, device)
             state.begin(wrap)
             result.seen.append(state.see())
             for number, step in enumerate(program.steps):
-                state.number = number
-                for line in step:
-                    exec(compile(line, f"step {number}", "exec"), state.names)
+                exec(compile(step, f"step {number}", "exec"), state.names)
                 result.seen.append(state.see())
         except Exception as error:
             result.error = f"{type(error).__name__}: {error}"
@@ -167,7 +165,6 @@ class _State:
         self._device = device
         self._counts: Counter[int] = Counter()
         self._recorded: list[Tensor | None] = []
-        self.number = 0
         self.names: dict[str, Any] = {
             "torch": torch,
             "nn": nn,
@@ -178,7 +175,6 @@ class _State:
             "S": program.scale(),
             "kept": [],
             "batch": self._batch,
-            "target": lambda number, rows: self._batch(number + 500, rows),
             "parts": _parts,
             "record": self._record,
             "count": self._count,
