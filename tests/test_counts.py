@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 from torch import nn
 
 from dataparallel import DataParallel
-from tests.test_comm import counting_copies
+from dataparallel.comm import local
+
+
+@contextlib.contextmanager
+def counting_copies() -> Iterator[list[torch.device]]:
+    """Where copies go that are made in the block."""
+    with mock.patch.object(local, "arrive", wraps=local.arrive) as arrive:
+        made: list[torch.device] = []
+        yield made
+        made += [call.args[0] for call in arrive.call_args_list]
 
 
 def wrapped(devices: list[str]) -> DataParallel[nn.Sequential]:

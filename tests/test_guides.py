@@ -69,7 +69,6 @@ def train(rank: int, world_size: int, command: str, folder: pathlib.Path) -> str
     return output
 
 
-# The name of this machine may lead to the loopback interface, where gloo would listen.
 def test_two_machines(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partition.require()
     (tmp_path / "train.py").write_text(script())

@@ -161,11 +161,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
 # --- processes and their store ---------------------------------------------------------------
 
 
-def _space() -> str:
-    """One start of one machine, and one container on it; empty where that is not known."""
+def namespace(kind: str) -> str:
+    """One start of one machine, and its "pid" or "net" where this is; empty if not known."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{os.readlink(f'/proc/self/ns/{kind}')}"
     except OSError:
         return ""
 
@@ -212,7 +212,7 @@ class Failures:
         # A connection of our own: beside a blocked wait, one on the same connection takes seconds.
         self._own: Store | None = None
         self._turn = threading.Lock()
-        self._process = socket.gethostname(), os.getpid(), _space()
+        self._process = socket.gethostname(), os.getpid(), namespace("pid")
         self._processes: dict[int, tuple[str, int, str]] = {}
 
         def begin(store: Store) -> int:

@@ -19,7 +19,6 @@ import ipaddress
 import json
 import logging
 import os
-import pathlib
 import socket
 import sys
 import time
@@ -33,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import constants
 from torch.distributed.rendezvous import rendezvous
 
-from dataparallel.comm.failures import CollectiveTimeout, failures_of, name_ranks
+from dataparallel.comm.failures import CollectiveTimeout, failures_of, name_ranks, namespace
 from dataparallel.devices import accelerators
 from dataparallel.torch_internals import HashStore, PrefixStore, Store, TCPStore
 
@@ -66,8 +65,7 @@ def init_process_group(
     Takes the place of ``torch.distributed.init_process_group``. The processes first agree on a part
     of the store that no earlier group has used. A single process needs no environment. If all
     processes are on one machine, and you have not set ``GLOO_SOCKET_IFNAME``, the function sets it
-    to the loopback interface; processes that you start later inherit it. On several machines whose
-    own names mean a loopback address, it sets the interface of the route to the store.
+    to the loopback interface; processes that you start later inherit it.
 
     Example::
 
@@ -157,13 +155,14 @@ class _Patience:
         self._limit = limit.total_seconds()
         self._warn_after = PATIENCE
 
-    def look(self, absent: Callable[[], Sequence[int]], hint: str) -> None:
+    def look(self, absent: Callable[[], Sequence[int]], why: str = "") -> None:
         """Rest for a moment, and speak if it is time to."""
         waited = time.monotonic() - self._begin
         if waited > min(self._limit, self._warn_after):
             text = (
                 f"{name_ranks(absent())} did not come within {waited:.3g} s, for which {self._me} "
-                f"waits{hint}"
+                f"waits{why}; every process must call init_process_group, with a rank of its own, "
+                "the same world_size and the same address; look for an earlier error there"
             )
             if waited > self._limit:
                 raise CollectiveTimeout(f"{text}, and raise the timeout if they are only slow")
@@ -188,7 +187,7 @@ def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timede
             store = (
                 _open_store(rank, where, makes_store, limit) if isinstance(where, str) else where
             )
-            part, machines = _join_round(rank, world_size, store, patience)
+            return _join_round(rank, world_size, store, patience)
         except (CollectiveTimeout, ValueError):
             if rank == 0:
                 time.sleep(_GRACE)
@@ -197,15 +196,8 @@ def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timede
             # Rank 0 of the group before may have had the store, and have taken it along.
             if makes_store or not isinstance(where, str):
                 raise
-            address = f"{host}:{port}" if host else where
-            hint = (
-                f": nobody answers at {address} ({error}); look for an earlier error there, and "
-                "see that all processes have the same MASTER_ADDR and MASTER_PORT, or init_method"
-            )
-        else:
-            _choose_interface(machines, host)
-            return part
-        patience.look(lambda: [0], hint)
+            why = f": nobody answers at {f'{host}:{port}' if host else where} ({error})"
+        patience.look(lambda: [0], why)
 
 
 def _open_store(rank: int, url: str, makes_it: bool, limit: datetime.timedelta) -> Store:
@@ -225,18 +217,13 @@ def _open_store(rank: int, url: str, makes_it: bool, limit: datetime.timedelta) 
     return store
 
 
-def _join_round(
-    rank: int, world_size: int, store: Store, patience: _Patience
-) -> tuple[Store, list[str]]:
-    """The part of a round, and the machines; see Note [Processes that were started again]."""
+def _join_round(rank: int, world_size: int, store: Store, patience: _Patience) -> Store:
+    """The part of a round; see Note [Processes that were started again]."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     rounds = PrefixStore(f"dataparallel/start/{run}", store)
     keys = [f"rank {each}" for each in range(world_size)]
-    name, number, here = f"{uuid.uuid4().hex} {world_size} {_machine()}", "", rounds
-    hint = (
-        "; every process must call init_process_group, with a rank of its own and the same "
-        "world_size; look for an earlier error of the ranks named here"
-    )
+    # The loopback interface is one for all processes of a network.
+    name, number, here = f"{uuid.uuid4().hex} {world_size} {namespace('net')}", "", rounds
 
     def absent() -> list[int]:
         found = [each for each, key in enumerate(keys) if not here.check([key])]
@@ -253,42 +240,11 @@ def _join_round(
             here.set("plan", json.dumps([each.decode() for each in here.multi_get(keys)]))
         plan = json.loads(here.get("plan")) if number and here.check(["plan"]) else []
         if name in plan:
-            _, sizes, machines = zip(*(each.split(" ", 2) for each in plan), strict=True)
+            _, sizes, networks = zip(*(each.split(" ") for each in plan), strict=True)
             if len(set(sizes)) > 1:
                 raise ValueError(f"world_size is the same in all processes, but got {[*sizes]}")
-            return PrefixStore("group", here), list(machines)
-        patience.look(absent, hint)
-
-
-def _machine() -> str:
-    """The same for two processes if they have the same loopback interface; empty if unknown."""
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
-
-
-def _choose_interface(machines: list[str], host: str) -> None:
-    """Let gloo, whose groups are made now and later, listen where the other processes are."""
-    name = None
-    if len(set(machines)) == 1 < len(machines) and machines[0]:
-        name = "lo"
-    elif len(set(machines)) > 1 and host:
-        with contextlib.suppress(OSError):
-            # Debian writes a loopback address beside the machine's name, where gloo would listen.
-            if socket.gethostbyname(socket.gethostname()).startswith("127."):
-                name = _interface_towards(host)
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _interface_towards(host: str) -> str | None:
-    """The interface of the most specific route to a host, in Linux's table of routes."""
-    address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
-    routes = []
-    for line in pathlib.Path("/proc/net/route").read_text().splitlines()[1:]:
-        name, network, *_, mask, _, _, _ = line.split()
-        if address & int(mask, 16) == int(network, 16):
-            routes.append((int(mask, 16).bit_count(), name))
-    return max(routes, default=(0, None))[1]
+            if world_size > 1 and networks[0] and len(set(networks)) == 1:
+                # Gloo, whose groups are made now and later, listens to nobody else.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            return PrefixStore("group", here)
+        patience.look(absent)

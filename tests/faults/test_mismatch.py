@@ -96,38 +96,6 @@ def test_who_has_launched_hears_of_a_mismatch_in_its_wait(cluster: Cluster) -> N
         assert seconds < 5.0
 
 
-# --- models ----------------------------------------------------------------------------------
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3))
-
-
-def construct(rank: int, world_size: int, count: int) -> list[Found]:
-    found = []
-    for number in range(count):
-        model: Any = net()
-        if rank == 1:
-            # Another number of layers, or another dtype: tests/test_verify.py has all.
-            model = model.double() if number % 2 else model.append(nn.Linear(3, 3))
-        found.append(found_by(lambda model=model: DistributedDataParallel(model)))  # type: ignore[misc]
-    DistributedDataParallel(net())(torch.ones(2, 6)).sum().backward()
-    return found
-
-
-def test_different_models_are_named_in_all_ranks(
-    cluster: Cluster, repeats: Callable[..., int], figures: Figures
-) -> None:
-    count = repeats(quick=2, long=140)
-    results = cluster.run(construct, 2, count, timeout=120)
-    for number, found in enumerate(zip(*results, strict=True)):
-        (text,) = {text for text, _ in found}
-        assert "rank 0" in text and "rank 1" in text
-        assert ["'3.weight'", "'0.weight'"][number % 2] in text
-    what = "another model: time to the same error in all ranks, p100"
-    figures.record(what, slowest(results), "s", 2.0, repeats=count)
-
-
 # --- in a step -------------------------------------------------------------------------------
 
 
