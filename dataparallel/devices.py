@@ -2,13 +2,15 @@
 
 This is the only file that branches on the device type. Everything above it works with
 ``torch.device`` and the streams that come from here. Accelerators are driven through
-``torch.accelerator`` and the device's own module, such as ``torch.cuda``, never by name.
+``torch.accelerator`` and the device's own module, such as ``torch.cuda``, and by name only in
+:func:`bind_thread`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -118,6 +120,15 @@ def _devices_that_exist() -> str:
 # --- what differs between device types -------------------------------------------------------
 
 
+class _Bound(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
+
+#: The GPUs whose contexts this thread has.
+_bound = _Bound()
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether work on ``device`` is queued on streams (everything but the CPU).
 
@@ -132,6 +143,16 @@ def use_device(device: torch.device) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
     return context
+
+
+def bind_thread(device: torch.device) -> None:
+    """Give this thread the context of a GPU. It has none until CUDA's runtime is called in it.
+
+    Without one cuBLAS warns. Reading the free memory is also allowed while a graph is captured.
+    """
+    if device.type == "cuda" and device not in _bound.devices:
+        torch.cuda.mem_get_info(device)
+        _bound.devices.add(device)
 
 
 def memory_allocated(device: torch.device) -> int:

@@ -553,6 +553,27 @@ def settings_of_calls_kept() -> AbstractContextManager[object]:
     return kept
 
 
+def graphs_of_compiler() -> dict[str, Any]:
+    """The CUDA graphs that compiled code has recorded for this thread, and their locks, by name.
+
+    Empty where nothing can be recorded. Torch hands them on to the threads of its autograd engine
+    alone, and compiled code fails in a thread that has none.
+    """
+    if "torch._inductor" not in sys.modules or not torch.cuda.is_available():
+        return {}
+    trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
+    names = ("tree_manager_containers", "tree_manager_locks")
+    kept = vars(trees.local)
+    return {name: kept[name] for name in names if name in kept}
+
+
+def use_graphs_of_compiler(graphs: dict[str, Any]) -> None:
+    """Let compiled code in this thread use the CUDA graphs of another thread."""
+    if graphs:
+        trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
+        vars(trees.local).update(graphs)
+
+
 # --- patches ---------------------------------------------------------------------------------
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import contextvars
 import functools
+import importlib
 import importlib.util
 import pathlib
 import re
 import sys
 import types
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -272,3 +274,19 @@ print("traced")
 """
     done = run_python(program)
     assert (done.returncode, done.stdout.strip()) == (0, "traced"), done.stderr
+
+
+def test_threads_of_replicas_use_the_cuda_graphs_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there is a GPU; tests/gpu compares what compiled code computes with them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
+    graphs = torch_internals.graphs_of_compiler()
+
+    def here() -> list[bool]:
+        torch_internals.use_graphs_of_compiler(graphs)
+        return [trees.get_obj(trees.local, name) is graphs[name] for name in graphs]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(here).result() == [True, True]

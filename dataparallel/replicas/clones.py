@@ -394,13 +394,14 @@ class ModuleClones:
     def merge_buffers(self, merge: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         """Set buffers that replicas wrote, or all assigned anew, to what ``merge`` makes of theirs.
 
-        Batch norm on the CPU writes its statistics without counting a version, so values that
-        differ count, too: replicas whose buffers are merged have them in memory of their own.
+        Batch norm writes its statistics without counting a version, so while a module trains,
+        elements that differ count, too: replicas whose buffers are merged have them in memory of
+        their own. They are compared where they are, so that the host waits for no device.
         """
         assert self._parts is not None
         replicas = self._counterparts[: self._num_replicas]
         written = set(map(id, self._buffers.written()))
-        changed: list[tuple[torch.Tensor, list[Any]]] = []
+        merged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         for module in self._parts.modules:
             for name, original in module._buffers.items():
                 tables = [replica[id(module)]._buffers for replica in replicas]
@@ -408,13 +409,16 @@ class ModuleClones:
                 given: list[Any] = [replica.get(id(original)) for replica in replicas]
                 if all(v is not None and v is not g for v, g in zip(values, given, strict=True)):
                     tables[0][name] = merge(values)
-                elif original is not None and (
-                    id(original) in written or any(_differs(one, original) for one in given)
-                ):
-                    changed.append((original, given))
+                elif original is not None and id(original) in written:
+                    merged.append((original, merge(given), None))
+                elif module.training and original is not None and _is_comparable(original):
+                    differs = functools.reduce(
+                        torch.logical_or, [one.to(original.device) != original for one in given]
+                    )
+                    merged.append((original, merge(given), differs))
         # Only now, since buffers may share memory.
-        for original, given in changed:
-            original.copy_(merge(given))
+        for original, value, differs in merged:
+            original.copy_(value if differs is None else torch.where(differs, value, original))
 
     def commit(self) -> None:
         """Assign to the originals what replica 0 has assigned to itself."""
@@ -492,10 +496,8 @@ def _looks_at(clones: Sequence[nn.Module]) -> tuple[_Look, _Look]:
     return _Look(tables, _joined(map(_hooks, map(vars, clones)))), buffers
 
 
-def _differs(value: torch.Tensor, original: torch.Tensor) -> bool:
-    if value is original or value.layout != torch.strided or value.is_quantized:
-        return False
-    return not torch.equal(value.to(original.device), original)
+def _is_comparable(buffer: torch.Tensor) -> bool:
+    return buffer.layout == torch.strided and not buffer.is_quantized
 
 
 # --- one clone of one module ---------------------------------------------------------------------

@@ -206,6 +206,8 @@ class _Run(Generic[T]):
         try:
             if turns is not None:
                 turns.wait(index, compiling.lock.is_held)
+            if compiles is not None:
+                torch_internals.use_graphs_of_compiler(compiles.graphs)
             with (
                 NO_SPAN if compiles is None else compiling.lock.shared(compiles),
                 torch_internals.record_range(f"replica {index} on {device}"),

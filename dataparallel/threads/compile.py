@@ -22,6 +22,8 @@ compiles even so does it alone, and the next call starts over.
 
 The order only saves work: a replica starts anyway if the one before it waits for others, or takes
 long. A forward that is itself the first in the process to call ``torch.compile`` has none of this.
+But what was compiled with CUDA graphs (``mode="reduce-overhead"``) has one set of them for each
+device, so replicas that share a device run one after another for good.
 """
 
 from __future__ import annotations
@@ -174,6 +176,8 @@ class ParallelCall:
     num_devices: int
     #: Whether the replicas are to run one after another.
     in_turn: bool
+    #: The CUDA graphs of the calling thread, which its replicas use.
+    graphs: dict[str, Any]
     #: Whether a replica came to compile.
     has_compiled: bool = False
 
@@ -203,7 +207,9 @@ def compiled_call(
     if lock.torchs is None:
         lock.install()
     kind = _kind_of(calls[0]) if concurrent else None
-    call = ParallelCall(num_devices, kind is not None and kind not in quiet)
+    graphs = torch_internals.graphs_of_compiler() if concurrent else {}
+    one_by_one = kind not in quiet or (any(graphs.values()) and num_devices < len(calls))
+    call = ParallelCall(num_devices, kind is not None and one_by_one, graphs)
     with torch_internals.settings_of_calls_kept(), lock.shared(None):
         yield call
     if call.has_compiled:

@@ -137,6 +137,7 @@ class ThreadContext:
                     stack.enter_context(_devices.use_stream(stream))
             if self._streams and _devices.is_accelerator(device):
                 stack.enter_context(_devices.use_device(device))
+                _devices.bind_thread(device)
             for make in self._within:
                 stack.enter_context(make())
             if self._function_modes:

@@ -142,6 +142,8 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 class _Local(threading.local):
     source: Source | None = None
+    #: Whether a default generator has the state of this thread's own now.
+    is_swapped = False
 
     def use(self, source: Source) -> None:
         """Draw from a source."""
@@ -276,14 +278,17 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
         device = _device_of(args, kwargs)
         own = own_generator(device) if _devices.is_accelerator(device) else None
         default = default_generator(device)
-        if own is None or default is None:
+        # Attention calls another fused operation, which has a kernel here, too.
+        if own is None or default is None or drawing.is_swapped:
             return operation.redispatch(keys & below, *args, **kwargs)
         with _lock:
             before = default.get_state()
             default.set_state(own.get_state())
+            drawing.is_swapped = True
             try:
                 return operation.redispatch(keys & below, *args, **kwargs)
             finally:
+                drawing.is_swapped = False
                 own.set_state(default.get_state())
                 default.set_state(before)
 

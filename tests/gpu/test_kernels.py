@@ -24,9 +24,10 @@ def results(case: Case, device: torch.device, numels: Sequence[int]) -> list[tor
 
 
 def expected(case: Case, numels: Sequence[int]) -> list[torch.Tensor]:
-    """What the references compute on the host."""
+    """What the references compute on the host, where the offset makes no difference."""
     with registered([]):
-        return results(case, torch.device("cpu"), numels)
+        found = [case(torch.device("cpu"), size, 0) for size in numels]
+    return [tensor for tensors in found for _ in OFFSETS for tensor in tensors]
 
 
 def assert_same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ They run in a process without virtual devices, of which torch would think as the
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -92,6 +93,40 @@ def test_training_is_that_of_the_bare_module(
     cluster: Cluster, wrapper: str, places: list[Any]
 ) -> None:
     cluster.run(_train, 1, wrapper, places, init_group=False, timeout=200)
+
+
+def _train_compiled(rank: int, world_size: int, places: list[Any]) -> None:
+    device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
+    bare, net = make_net().to(device), make_net().to(device)
+    batch = torch.randn(12, 20, device=device)
+    with warnings.catch_warnings():
+        # What torch advises of TF32, and says of its own doing.
+        own = "TensorFloat32 tensor cores|`torch.jit.script|The CUDA Graph is empty"
+        warnings.filterwarnings("ignore", own)
+        compiled: Any = torch.compile(net, mode="reduce-overhead")
+        model = dp.DistributedDataParallel(compiled, places)
+        for _ in range(6):
+            for called in (model, bare):
+                called.zero_grad()
+                called(batch).pow(2).mean().backward()
+            for mine, theirs in zip(net.parameters(), bare.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    model.close()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["cpu", "cpu"],
+        pytest.param([0], marks=pytest.mark.gpu),
+        pytest.param([0, 0], marks=pytest.mark.gpu),
+        pytest.param([0, 1], marks=pytest.mark.multi_gpu(2)),
+    ],
+    ids=str,
+)
+def test_replicas_that_are_compiled_with_cuda_graphs(cluster: Cluster, places: list[Any]) -> None:
+    cluster.run(_train_compiled, 1, places, init_group=False, timeout=200)
 
 
 def _events(device: torch.device, call: Callable[[], object]) -> list[Any]:
