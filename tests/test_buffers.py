@@ -74,44 +74,38 @@ def test_what_becomes_of_buffers(
 @WRAPPERS
 @pytest.mark.parametrize("buffers", ["replica0", "mean"])
 def test_running_statistics(slots: list[str], wrapper: Any, buffers: str) -> None:
-    with torch.device(slots[0]):
-        net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    net = nn.BatchNorm1d(3).to(slots[0])
+    first, second = copy.deepcopy(net), copy.deepcopy(net)
     x = torch.randn(8, 3, device=slots[0]) * 3 + 1
     wrapper(net, slots[:2], buffers=buffers)(x)
-    layers = [nn.BatchNorm1d(3) for _ in range(2)]
-    for layer, chunk in zip(layers, x.cpu().chunk(2), strict=True):
+    for layer, chunk in zip((first, second), x.chunk(2), strict=True):
         layer(chunk)
-    for name in ("running_mean", "running_var"):
-        first, second = (getattr(layer, name) for layer in layers)
-        expected = first if buffers == "replica0" else (first + second) / 2
-        torch.testing.assert_close(getattr(net[0], name).cpu(), expected)
+    for found, a, b in zip(net.buffers(), first.buffers(), second.buffers(), strict=True):
+        torch.testing.assert_close(found, a if buffers == "replica0" else ((a + b) / 2).to(a.dtype))
 
 
 @WRAPPERS
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, 2])
 def test_a_forward_that_failed_leaves_no_statistics_behind(
     slots: list[str], wrapper: Any, failing: int
 ) -> None:
-    class Fails(nn.Module):
-        armed = False
+    armed = False
 
-        def forward(self, x: Tensor) -> Tensor:
-            replica = current_replica()
-            assert replica is not None
-            if self.armed and replica.index == failing:
-                raise ValueError("not now")
-            return x
+    def fail(*_: Any) -> None:
+        replica = current_replica()
+        if armed and replica is not None and replica.index == failing:
+            raise ValueError("not now")
 
-    fails = Fails()
-    net = nn.Sequential(nn.Linear(6, 4), fails, nn.BatchNorm1d(4)).to(slots[0])
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).to(slots[0])
     twin = copy.deepcopy(net)
+    net.register_forward_hook(fail)
     model, reference = (wrapper(module, slots[:3], buffers="mean") for module in (net, twin))
     x = torch.randn(24, 6, device=slots[0])
-    for _ in range(2):
-        fails.armed = True
-        with pytest.raises(ValueError, match="not now"):
-            model(x)
-        fails.armed = False
+    for armed in (True, False, True, False):
+        if armed:
+            with pytest.raises(ValueError, match="not now"):
+                model(x)
+            continue
         model(x)
         reference(x)
         assert_all_close(list(net.buffers())[:2], list(twin.buffers())[:2])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel, virtual
-from dataparallel.replicas.values import Values
 
 DEVICES = ["virtual:0", "virtual:1"]
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
@@ -161,26 +160,32 @@ def test_a_graph_keeps_the_values_that_it_was_made_with() -> None:
 
 
 def test_kinds_of_tensors() -> None:
-    class Quantized(nn.Parameter):
-        scale: Tensor
+    class Holds(nn.Module):
+        table: Tensor
+        image: Tensor
 
-    devices = [torch.device(device) for device in DEVICES]
-    original = Quantized(torch.zeros(2, device=devices[0]), requires_grad=False)
-    original.scale = torch.ones(2, device=devices[0])
-    sparse = torch.eye(3, device=devices[0]).to_sparse_coo()
-    strided = torch.randn(2, 3, 4, 4, device=devices[0]).to(memory_format=torch.channels_last)
-    copies = Values(devices)
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.eye(3).to_sparse_coo())
+            image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+            self.register_buffer("image", image)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.image.is_contiguous(memory_format=torch.channels_last)
+            return x @ self.table.to_dense() + self.image.sum()
+
+    net = Holds().to(DEVICES[0])
+    model, x = DataParallel(net, DEVICES), torch.randn(4, 3, device=DEVICES[0], requires_grad=True)
     with torch.inference_mode():
-        quantized, _, other = copies.update([original, sparse, strided], 2)[1]
-    assert isinstance(quantized, Quantized) and quantized.scale.device == devices[1]
-    assert other.stride() == strided.stride() and not other.is_inference()
-    # A sparse neighbor hides nothing.
+        assert_current(model, net, x)
+    # A copy that was made in inference mode takes part in training, and a sparse neighbor hides
+    # nothing.
     for value in (5.0, 6.0):
-        copies.update([original, sparse, strided], 2)
-        strided.data.fill_(value)
-        assert copies.update([original, sparse, strided], 2)[1][2].eq(value).all()
-        sparse._values().data.fill_(value)
-        assert copies.update([original, sparse, strided], 2)[1][1]._values().eq(value).all()
+        model(x).sum().backward()
+        net.image.data.fill_(value)
+        assert_current(model, net, x)
+        net.table._values().data.fill_(value)
+        assert_current(model, net, x)
 
 
 # --- writes that leave no trace, once the host does not wait any more ------------------------

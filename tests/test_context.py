@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from dataparallel import torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
-from dataparallel.threads.workers import WorkerPools
 
 CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
@@ -177,38 +175,14 @@ def test_an_autocast_block_in_one_replica_leaves_the_casts_of_the_caller() -> No
     linear = torch.nn.Linear(4, 4)
     x = torch.ones(1, 4)
 
-    def block() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            linear(x)
-
     def cast_of_weight() -> Any:
-        return linear(x).grad_fn.next_functions[2][0].next_functions[0][0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return linear(x).grad_fn.next_functions[2][0].next_functions[0][0]
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         first = cast_of_weight()
-        apply_replicas([block] * 2, [CPU] * 2)
+        apply_replicas([cast_of_weight] * 2, [CPU] * 2)
         assert cast_of_weight() is first
-
-
-def test_hooks_of_the_caller_are_carried_but_those_of_a_checkpoint_are_not() -> None:
-    def hooks(_: torch.Tensor) -> Any:
-        return torch_internals.top_saved_tensors_hooks(True)
-
-    def found(x: torch.Tensor) -> torch.Tensor:
-        seen.append(parallel_apply([hooks, hooks], [x, x]))
-        return x.sin()
-
-    seen: list[list[Any]] = []
-    x = torch.randn(3, requires_grad=True)
-    packing = torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y)
-    checkpoint(found, x, use_reentrant=False).sum().backward()
-    with packing:
-        found(x)
-        carried = hooks(x)
-        checkpoint(found, x, use_reentrant=False)
-    assert carried is not None
-    # Twice by the first checkpoint: in forward, and as it recomputes.
-    assert seen == [[None, None], [None, None], [carried, carried], [None, None]]
 
 
 def test_a_default_device_equal_to_the_first_device_follows_the_replica() -> None:
@@ -251,18 +225,3 @@ def test_replicas_run_in_the_calling_thread_under_transforms() -> None:
     x = torch.randn(5, 3)
     per_sample = torch.func.vmap(torch.func.grad(pair))(x)
     torch.testing.assert_close(per_sample, x.cos() + 2 * (2 * x).cos())
-
-
-def test_a_thread_is_as_before_once_a_replica_has_ended() -> None:
-    def here() -> tuple[Any, ...]:
-        depth = torch.autocast_increment_nesting()
-        torch.autocast_decrement_nesting()
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), depth, modes_seen()
-
-    pools = WorkerPools()
-    before = pools.run([here] * 2, str)
-    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
-        inside = apply_replicas([here] * 2, [CPU] * 2, pools)
-    assert inside == [(False, True, 2, (["DeviceContext"], []))] * 2
-    assert pools.run([here] * 2, str) == before == [(True, False, 1, ([], []))] * 2
-    pools.close()

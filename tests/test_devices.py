@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -16,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataparallel import devices
-from dataparallel.virtual import pending
 
 CPU = torch.device("cpu")
 VIRTUAL = [torch.device("virtual", i) for i in range(4)]
@@ -122,81 +118,6 @@ def test_shares_use_all_threads_and_starve_no_slot(threads: int, slots: list[tor
 
 
 # --- streams ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def queued(device: torch.device) -> Iterator[tuple[torch.Stream, torch.Tensor]]:
-    """A stream with one operation on it that has not happened: a tensor of ones that becomes 3."""
-    stream = torch.Stream(device)
-    tensor = torch.ones(4, device=device)
-    with stream:
-        tensor.add_(2)
-    assert pending(stream) == 1
-    yield stream, tensor
-    stream.synchronize()
-
-
-def test_streams_of_this_thread() -> None:
-    side = torch.Stream(VIRTUAL[2])
-    before = [devices.current_stream(device) for device in VIRTUAL]
-    with devices.use_stream(side):
-        assert devices.current_stream(VIRTUAL[2]) == side
-        assert devices.current_stream(VIRTUAL[1]) == before[1]
-        assert torch.accelerator.current_device_index() == 2
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(devices.current_stream, VIRTUAL[2]).result(10) == before[2]
-    with pytest.raises(KeyError, match="inside"), devices.use_stream(side):
-        raise KeyError("inside")
-    assert [devices.current_stream(device) for device in VIRTUAL] == before
-    assert torch.accelerator.current_device_index() == 0
-
-
-def test_one_copy_stream_per_device_for_all_threads() -> None:
-    with mock.patch.dict(devices._copy_streams, clear=True):
-        barrier = threading.Barrier(8, timeout=10)
-
-        def ask(_: int) -> list[devices.Stream]:
-            barrier.wait()
-            return [devices.copy_stream(device) for device in VIRTUAL]
-
-        with ThreadPoolExecutor(8) as pool:
-            first, *others = pool.map(ask, range(8))
-        for device, *streams in zip(VIRTUAL, first, *others, strict=True):
-            assert len(set(map(id, streams))) == 1
-            assert streams[0] and streams[0].device == device
-            assert streams[0] != devices.current_stream(device)
-
-
-@pytest.mark.parametrize("waiting_device", [0, 1])
-def test_a_stream_waits_for_what_was_queued_and_the_host_does_not(waiting_device: int) -> None:
-    with queued(VIRTUAL[0]) as (awaited, tensor), queued(VIRTUAL[waiting_device]) as (waiting, _):
-        devices.wait_stream(waiting, awaited)
-        assert pending(awaited) == 1
-        with awaited:
-            tensor.mul_(10)
-        waiting.synchronize()
-        assert pending(awaited) == 1, "what is queued later is not waited for"
-        assert tensor.tolist() == [3.0] * 4
-
-
-def test_who_does_not_wait() -> None:
-    with queued(VIRTUAL[0]) as (awaited, tensor), queued(VIRTUAL[0]) as (waiting, _):
-        devices.wait_stream(waiting, devices.current_stream(CPU))
-        devices.wait_stream(waiting, waiting)
-        devices.wait_stream(waiting, awaited)
-        held = pending(waiting)
-        awaited.synchronize()
-        assert (pending(awaited), pending(waiting)) == (0, held)
-        # The CPU blocks until a device is done.
-        devices.wait_stream(devices.current_stream(CPU), waiting)
-        assert pending(waiting) == 0 and tensor.tolist() == [3.0] * 4
-
-
-def test_synchronize_runs_all_streams_of_one_device() -> None:
-    with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(queued(VIRTUAL[index]))[0] for index in (1, 1, 2)]
-        devices.synchronize(VIRTUAL[1])
-        assert [pending(stream) for stream in streams] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,8 +154,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         of(logits, 3),
         of(unit, 3),
     ),
-    "kl_div": (nn.KLDivLoss, {}, of(logits, 3), of(unit, 3)),
-    "kl_div_log_target": (nn.KLDivLoss, {"log_target": True}, of(logits, 3), of(logits, 3)),
+    "kl_div": (nn.KLDivLoss, {"log_target": True}, of(logits, 3), of(logits, 3)),
     "poisson_nll": (nn.PoissonNLLLoss, {"full": True}, of(logits, 3), of(unit, 3)),
     "gaussian_nll": (
         nn.GaussianNLLLoss,
@@ -210,24 +210,11 @@ CASES: dict[str, tuple[Any, ...]] = {
         of(labels),
     ),
     # The functions, with the settings that only they have.
-    "F.cross_entropy": (
-        F.cross_entropy,
-        {**weighted, "ignore_index": 1},
-        of(logits, C),
-        {"target": of(labels)},
-    ),
     "F.mse_loss(weight)": (
         F.mse_loss,
         {},
         of(logits, 3),
         {"target": of(logits, 3), "weight": of(unit, 3, learns=True)},
-    ),
-    "F.binary_cross_entropy(weight)": (
-        F.binary_cross_entropy,
-        {},
-        of(unit, 3, learns=True),
-        of(unit, 3),
-        of(unit, 1),
     ),
 }
 if hasattr(nn, "LinearCrossEntropyLoss"):
@@ -275,37 +262,15 @@ def test_every_loss_module_of_torch_is_known_or_refused_by_name() -> None:
         applied(same, 2).loss(refused, torch.ones(2, 4), torch.ones(2).long())
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weight", [None, CLASS_WEIGHT])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("ignored", [3, 6])
-def test_ignored_targets_leave_no_trace(
-    ignored: int, reduction: str, weight: Tensor | None, smoothing: float
-) -> None:
-    """Those of a chunk, and those of the whole batch, where it is what the criterion gives."""
-    criterion = nn.CrossEntropyLoss(weight, reduction=reduction, label_smoothing=smoothing)
-    target = torch.tensor([4, 1, 4, 1, 4, 0])
-    target[:ignored] = -100
-    x = logits(6, CLASSES)
-    assert_same(applied(same, 3), criterion, x, (target,))
-    loss = applied(same, 3).loss(criterion, x, target)
-    assert bool(loss.isfinite()) == (ignored < 6 or reduction == "sum")
-    (grad,) = torch.autograd.grad(loss, x)
-    assert not grad[:ignored].any()
-
-
-@pytest.mark.parametrize("log_target", [False, True])
-def test_batchmean_divides_by_all_samples(log_target: bool) -> None:
-    criterion = nn.KLDivLoss(reduction="batchmean", log_target=log_target)
+def test_batchmean_divides_by_all_samples() -> None:
+    criterion = nn.KLDivLoss(reduction="batchmean")
     assert_same(applied(same, 3), criterion, logits(7, 2, 3), (unit(7, 2, 3),))
     with pytest.raises(ValueError, match="the batch is dimension 1"):
         DataParallel(Apply(same), ["cpu"], dim=1).loss(criterion, unit(2, 3), unit(2, 3))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_an_empty_batch(reduction: str) -> None:
-    criterion = nn.MSELoss(reduction=reduction)
-    assert_same(applied(same, 2), criterion, logits(0, 3), (logits(0, 3),))
+def test_an_empty_batch() -> None:
+    assert_same(applied(same, 2), nn.MSELoss(), logits(0, 3), (logits(0, 3),))
 
 
 def test_the_sum_of_a_half_precision_batch_does_not_overflow() -> None:
@@ -352,17 +317,12 @@ def kept(output: Any, target: Tensor) -> Tensor:
     return (target >= 0).sum()
 
 
-def test_the_users_criterion_is_not_changed() -> None:
-    criterion = nn.CrossEntropyLoss(weight=CLASS_WEIGHT)
-    before = dict(vars(criterion))
-    assert_same(applied(same, 2), criterion, logits(4, CLASSES), (labels(4),))
-    assert vars(criterion) == before
-    assert criterion.weight is CLASS_WEIGHT
-
-
 def test_a_subclass_is_known_as_long_as_it_keeps_the_forward() -> None:
     model, x, y = applied(same, 2), logits(7, CLASSES), labels(7, ignored=-100)
-    assert_same(model, Renamed(), x, (y,))
+    known = Renamed(CLASS_WEIGHT)
+    before = dict(vars(known))
+    assert_same(model, known, x, (y,))
+    assert vars(known) == before, "the user's criterion stays as it is"
     patched = nn.MSELoss()
     patched.forward = lambda input, target: input.sum()  # type: ignore[method-assign]
     for other in (Scaled(), Called(), patched):
@@ -379,16 +339,14 @@ def test_a_chunk_that_weighs_nothing_is_left_out() -> None:
         model.loss(masked, x, torch.full((6,), -1), weight=kept)
 
 
-NOT_WEIGHTS: list[tuple[Any, type[Exception], str]] = [
-    (None, ValueError, "what masked divides its loss by is not known"),
-    (3, ValueError, "cannot be weighted with weight=3; pass weight="),
-    (lambda output, target: -1, ValueError, "finite and not negative, but that of .* is -1.0"),
-    (lambda output, target: float("nan"), ValueError, "not negative, but that of .* is nan"),
-    (lambda output, target: target, TypeError, "a weight is a number, but that of weight= is not"),
-]
-
-
-@pytest.mark.parametrize(("weight", "error", "message"), NOT_WEIGHTS)
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (None, ValueError, "what masked divides its loss by is not known"),
+        (3, ValueError, "cannot be weighted with weight=3; pass weight="),
+        (lambda output, target: -1, ValueError, "finite and not negative, but that of .* is -1.0"),
+    ],
+)
 def test_weights_that_make_no_sense(weight: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         applied(same, 2).loss(masked, logits(4, 3), torch.arange(4), weight=weight)
@@ -402,11 +360,9 @@ ONES = torch.ones(2)
 #: The criterion, the output, the targets, and how it is refused.
 REFUSED: list[tuple[Any, Any, Any, type[Exception], str]] = [
     (nn.MSELoss(), torch.ones(2, 1), ONES, ValueError, r"shape \(2, 1\) with every target"),
-    (nn.MSELoss(), lambda x: x[0], (ONES,), ValueError, r"shape \(\) with every target"),
     (nn.MSELoss(), lambda x: x[0], torch.ones(()), ValueError, "it needs a batch"),
     (nn.TripletMarginLoss(), ONES, (ONES, ONES), ValueError, r"shape \(2,\): it needs a batch"),
     (nn.MultiLabelMarginLoss(), ONES, torch.tensor([0, 1]), ValueError, "it needs a batch"),
-    (nn.MultiLabelSoftMarginLoss(), ONES, ONES, ValueError, "it needs a batch"),
     (nn.CrossEntropyLoss(reduction="sum"), ONES, ONES, ValueError, "it needs a batch"),
     (nn.NLLLoss(), ONES, labels(2), ValueError, "(?s)For 1D input, 1D target must.*in replica 0"),
     (
@@ -416,29 +372,13 @@ REFUSED: list[tuple[Any, Any, Any, type[Exception], str]] = [
         RuntimeError,
         "broadcast a dimension of length 4",
     ),
-    (
-        nn.BCEWithLogitsLoss(weight=torch.ones(4, 1), reduction="sum"),
-        torch.rand(1, 3),
-        torch.rand(1, 3),
-        RuntimeError,
-        "doesn't match the broadcast shape",
-    ),
-    (F.mse_loss, ONES, {"target": ONES, "reduction": "sum"}, TypeError, "multiple values"),
     (nn.MSELoss(), ONES, {"target": ONES, "reduction": "sum"}, TypeError, "unexpected keyword"),
     (F.mse_loss, ONES, (ONES, False), ValueError, "reduce= are not supported"),
     (F.mse_loss, ONES, {"target": ONES, "reduce": False}, ValueError, "use functools.partial"),
-    (
-        functools.partial(F.mse_loss, size_average=False),
-        ONES,
-        ONES,
-        ValueError,
-        "and size_average= and reduce= are not supported",
-    ),
     (nn.MSELoss(), ONES, (), TypeError, "missing a required argument: 'target'"),
     (nn.MSELoss(), lambda x: {"y": x}, ONES, TypeError, "but the module returned dict"),
     (nn.MSELoss(reduction="avg"), ONES, ONES, ValueError, r"one of .*, but is 'avg'"),
     (functools.partial(F.mse_loss, ONES), ONES, (), ValueError, "mse_loss divides .* not known"),
-    ("mse", ONES, ONES, ValueError, "what str divides its loss by is not known"),
 ]
 
 
@@ -490,15 +430,13 @@ def test_derivatives_over_devices(slots: list[str], samples: int) -> None:
     assert_same(model, known[0], x, (y,))
 
 
-@pytest.mark.parametrize("position", [None, 1, -1])
-def test_the_loss_is_on_the_output_device(slots: list[str], position: int | None) -> None:
-    where = -1 if position == -1 else None if position is None else slots[position]
-    model = DataParallel(network(slots[0]), slots, output_device=where)
-    x = torch.randn(9, 3, dtype=torch.float64, device=slots[0])
-    y = labels(9).to(slots[0])
-    found = model.loss(F.cross_entropy, x, y)
-    assert str(found.device) == {None: slots[0], 1: slots[1], -1: "cpu"}[position]
-    torch.testing.assert_close(found.cpu(), F.cross_entropy(model.module(x), y).cpu())
+def test_the_loss_is_on_the_output_device(slots: list[str]) -> None:
+    for where, expected in ((None, slots[0]), (slots[1], slots[1]), (-1, "cpu")):
+        model = DataParallel(network(slots[0]), slots, output_device=where)
+        x, y = torch.randn(9, 3, dtype=torch.float64, device=slots[0]), labels(9).to(slots[0])
+        found = model.loss(F.cross_entropy, x, y)
+        assert str(found.device) == expected
+        torch.testing.assert_close(found.cpu(), F.cross_entropy(model.module(x), y).cpu())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -510,21 +448,15 @@ def test_the_batch_in_another_dimension(slots: list[str], reduction: str, dim: i
 
 
 def test_what_is_unpacked_and_what_is_one_argument() -> None:
-    seen: list[Any] = []
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append((args, kwargs))
-        return x
-
     x = torch.ones(1)
     named = torch.return_types.max((x, x))
-    inputs: list[tuple[Any, Any]] = [
-        (x, ((x,), {})),
-        ((x, 2), ((x, 2), {})),
-        ({"target": x}, ((), {"target": x})),
-        ([x, x], (([x, x],), {})),
-        (named, ((named,), {})),
-    ]
-    for value, expected in inputs:
+    for value, args, kwargs in (
+        (x, (x,), {}),
+        ((x, 2), (x, 2), {}),
+        ({"target": x}, (), {"target": x}),
+        ([x, x], ([x, x],), {}),
+        (named, (named,), {}),
+    ):
+        forward = mock.Mock(return_value=x)
         applied(forward, 1).loss(nn.MSELoss(), value, x)
-        assert seen.pop() == expected
+        forward.assert_called_once_with(*args, **kwargs)

@@ -137,26 +137,22 @@ def test_leaves_of_a_replica_that_is_dropped() -> None:
 @WRAPPERS
 def test_monitor(wrapper: Any) -> None:
     training = Training(wrapper, DEVICES)
-    model = training.model
     seen: list[Any] = []
-    with StepMonitor(model, publish=False, on_step=seen.append) as monitor:
+    with StepMonitor(training.model, publish=False, on_step=seen.append) as monitor:
         for step in range(9):
             if step == 3:
-                model.drop_replica(1)
+                training.model.drop_replica(1)
             if step == 6:
-                model.add_replica("virtual:1")
+                training.model.add_replica("virtual:1")
             training.step(step)
-        state, summary = monitor.state(), monitor.summary()
-    training.assert_weights(9)
-    # What is kept is about the replicas that there are now.
-    assert [len(record.replicas) for record in monitor.steps] == [3, 3, 3]
-    assert len(monitor.steps) >= summary.num_steps >= 2
+        state = monitor.state()
     assert state.info.devices == ("virtual:0", "virtual:2", "virtual:1")
     assert len(state.totals) == len(state.memory) == len(state.now) == 3
     # The step before a change has no record: it ends with the next forward.
     assert [len(record.replicas) for record in seen] == [3, 3, 2, 2, 3, 3, 3]
-    assert {record.samples for record in seen} == {12}
     assert [record.number for record in seen] == [1, 2, 1, 2, 1, 2, 3]
+    # What is kept is about the replicas that there are now.
+    assert list(monitor.steps) == seen[-3:]
 
 
 @WRAPPERS
@@ -172,11 +168,9 @@ def test_balance(wrapper: Any) -> None:
         assert len(balancer.sizes(12)) == 2
         model.add_replica("virtual:1")
         assert list(balancer.limits) == [None, 5, None]
-        assert len(balancer.shares) == 3
         for step in range(2, 6):
             training.step(step)
         assert balancer.speeds is not None and len(balancer.speeds) == 3
-    training.assert_weights(6)
 
 
 # --- several processes ---------------------------------------------------------------------------

@@ -68,32 +68,20 @@ def in_threads(work: Callable[[int, int], None]) -> None:
 
 @WRAPPERS
 @COUNTS
-@pytest.mark.parametrize("training", [False, True])
-def test_forwards_without_gradients(wrapper: Any, count: int, training: bool) -> None:
-    bare = Net()
-    net = Net() if training else Net().eval()
-    model = wrapper(net, ["cpu"] * count)
-
-    def work(step: int, index: int) -> None:
-        x = batch(step, index)
-        with torch.no_grad() if index else torch.inference_mode():
-            assert_all_close([model(x, factor=index)], [bare.layers(x) * index])
-
-    in_threads(work)
-
-
-@WRAPPERS
-@COUNTS
 def test_losses_and_forwards_with_gradients(wrapper: Any, count: int) -> None:
     bare, net = Net().eval(), Net().eval()
     model = wrapper(net, ["cpu"] * count)
-    criterion = nn.MSELoss()
     losses: dict[tuple[int, int], Tensor] = {}
+
+    def criterion(output: Tensor, y: Tensor, index: int) -> Tensor:
+        return (output * index - y).pow(2).mean()
 
     def work(step: int, index: int) -> None:
         x = batch(step, index)
         losses[step, index] = (
-            model(x, index).pow(2).mean() if index else model.loss(criterion, x, x[:, :2])
+            criterion(model(x), x[:, :2], index)
+            if index
+            else model.loss(criterion, x, (x[:, :2], index), weight="samples")
         )
 
     in_threads(work)
@@ -101,24 +89,25 @@ def test_losses_and_forwards_with_gradients(wrapper: Any, count: int) -> None:
     torch.stack(list(losses.values())).sum().backward()
     for (step, index), found in losses.items():
         x = batch(step, index)
-        loss = (bare(x) * index).pow(2).mean() if index else criterion(bare(x), x[:, :2])
+        loss = criterion(bare(x), x[:, :2], index)
         torch.testing.assert_close(found, loss)
         loss.backward()
     assert_all_close(grads_of(net), grads_of(bare))
 
 
+@WRAPPERS
 @COUNTS
-def test_an_evaluation_beside_training(count: int) -> None:
+def test_an_evaluation_beside_training(wrapper: Any, count: int) -> None:
     bare, net = Net().eval(), Net().eval()
-    model = dp.DistributedDataParallel(net, ["cpu"] * count, gradient_as_bucket_view=True)
+    model = wrapper(net, ["cpu"] * count)
 
     def work(step: int, index: int) -> None:
         x = batch(step, index)
         if index == 0:
             model(x).pow(2).mean().backward()
             return
-        with torch.no_grad():
-            assert_all_close([model(x)], [bare.layers(x)])
+        with torch.no_grad() if index == 1 else torch.inference_mode():
+            assert_all_close([model(x, factor=index)], [bare.layers(x) * index])
 
     in_threads(work)
     for step in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Worker threads: reuse, nesting, errors, interrupts, forks, and their end."""
+"""Worker threads: reuse, errors, interrupts, forks, their end, and the CPU's threads they use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from dataparallel import DataParallel
 from dataparallel.errors import locate
 from dataparallel.threads import context
 from dataparallel.threads.apply import apply_replicas
@@ -54,19 +56,19 @@ def pools() -> Iterator[WorkerPools]:
 def test_each_task_has_the_thread_of_its_index(pools: WorkerPools) -> None:
     barrier = threading.Barrier(3)
 
-    def call() -> tuple[str, bool, int]:
+    def call() -> threading.Thread:
         barrier.wait(10)  # They run at the same time.
-        thread = threading.current_thread()
-        return thread.name, thread.daemon, threading.get_ident()
+        return threading.current_thread()
 
     first = run(pools, call, call, call)
-    assert [one[:2] for one in first] == [(f"dataparallel-replica-{i}", True) for i in range(3)]
-    threads, idents = replica_threads(), [one[2] for one in first]
+    assert [t.name for t in first] == [f"dataparallel-replica-{i}" for i in range(3)]
+    assert all(t.daemon for t in first)
+    threads = replica_threads()
     for count in (3, 2) * 50:
-        assert run(pools, *[threading.get_ident] * count) == idents[:count]
+        assert run(pools, *[threading.current_thread] * count) == first[:count]
     # Those of earlier tests may end meanwhile.
     assert replica_threads() <= threads
-    assert run(pools, *[threading.get_ident] * 4)[:3] == idents
+    assert run(pools, *[threading.current_thread] * 4)[:3] == first
 
 
 @pytest.mark.parametrize(
@@ -127,24 +129,13 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 @pytest.mark.parametrize(
     "error",
-    [
-        ValueError("wrong"),
-        ValueError(),
-        KeyError(3),
-        OSError(2, "No such file", "name"),
-        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad byte"),
-        StopIteration("end"),
-        torch.OutOfMemoryError("too big"),
-        SystemExit("bye"),
-        KeyboardInterrupt(),
-        WithTwoArguments(3, "why"),
-        WithOwnText("x"),
-    ],
+    [KeyError(3), WithTwoArguments(3, "why"), WithOwnText("x")],
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_comes_back_as_itself_and_tells_where(
     pools: WorkerPools, error: BaseException
 ) -> None:
+    """More kinds of errors, raised in a wrapper, are in faults/test_local_errors.py."""
     finished: list[int] = []
     original, text = type(error), str(error)
 
@@ -158,7 +149,7 @@ def test_an_error_comes_back_as_itself_and_tells_where(
         assert caught.value is error and type(error) is original
         told = "".join(traceback.format_exception(error))
         assert "deep_inside" in told and told.count(LABELS[1]) == 1
-        if original in (WithTwoArguments, WithOwnText):
+        if original is not KeyError:
             assert str(error) == text and vars(error)["__notes__"] == [LABELS[1]]
     assert finished == [1] * 4, "the other replicas are let finish"
     assert run(pools, int, int, int) == [0, 0, 0]
@@ -180,7 +171,6 @@ def test_of_several_errors_the_lowest_index_is_raised_and_the_others_are_notes(
 def test_what_a_failing_task_leaves_is_gone(pools: WorkerPools) -> None:
     local = threading.local()
     payloads: list[weakref.ref[Any]] = []
-    before = replica_threads()
 
     def fail() -> None:
         payload = WorkerPools()
@@ -191,11 +181,10 @@ def test_what_a_failing_task_leaves_is_gone(pools: WorkerPools) -> None:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(20):
+        for _ in range(3):
             with contextlib.suppress(ValueError):
                 run(pools, fail, fail)
-            assert replica_threads() <= before
-        assert len(payloads) == 40
+        assert len(payloads) == 6
         assert wait_until(lambda: all(payload() is None for payload in payloads), 2.0)
     finally:
         gc.enable()
@@ -299,3 +288,29 @@ def test_a_share_limits_matrix_products_too(set_threads: Callable[[int], None]) 
     calls: list[Callable[[], float]] = [cores_used, float]
     # One thread works alone: the process uses as much time as the thread.
     assert min(apply_replicas(calls, [CPU] * 2)[0] for _ in range(3)) < 1.3
+
+
+class Watching(DataParallel[nn.Module]):
+    """Looks at the number of threads while it splits and gathers."""
+
+    def scatter(self, *args: Any) -> Any:
+        self.seen = [torch.get_num_threads()]
+        return super().scatter(*args)
+
+    def gather(self, *args: Any) -> Any:
+        self.seen.append(torch.get_num_threads())
+        return super().gather(*args)
+
+
+@pytest.mark.parametrize(
+    ("devices", "around"),
+    [(["cpu", "cpu"], [1, 1]), (["virtual:0", "virtual:1"], [4, 4]), (["cpu"], [4])],
+    ids=["two on the CPU", "virtual", "one on the CPU"],
+)
+def test_the_caller_uses_one_thread_around_several_cpu_replicas(
+    devices: list[str], around: list[int], set_threads: Callable[[int], None]
+) -> None:
+    set_threads(4)
+    model = Watching(nn.Identity(), devices)
+    model(torch.randn(4, 2, device=devices[0]))
+    assert model.seen == around and torch.get_num_threads() == 4
