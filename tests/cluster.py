@@ -324,7 +324,8 @@ def _group(backend: str, path: str, rank: int, world_size: int, timeout: float) 
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         # A rank that ends at once would else leave others that are still about to connect to it.
-        dist.all_reduce(torch.zeros(1, device="cpu" if "gloo" in backend else "virtual:0"))
+        places = {"nccl": "cuda:0", "vccl": "virtual:0"}
+        dist.all_reduce(torch.zeros(1, device=places.get(backend, "cpu")))
         yield
     finally:
         if dist.is_initialized():

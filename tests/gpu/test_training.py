@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import dataparallel as dp
-from dataparallel import virtual
+from dataparallel import collectives, virtual
 from dataparallel.kernels.backend import registered
 from tests.cluster import Cluster
 from tests.gpu.kernel_cases import quiet_backend_of
@@ -95,6 +95,64 @@ def test_training_is_that_of_the_bare_module(
     cluster.run(_train, 1, wrapper, places, init_group=False, timeout=200)
 
 
+by_group = pytest.mark.parametrize(
+    ("backend", "places"),
+    [
+        ("gloo", ["cpu", "cpu"]),
+        pytest.param("nccl", [0], marks=pytest.mark.gpu),
+        pytest.param("nccl", [0, 0], marks=pytest.mark.gpu),
+        pytest.param("nccl", [0, 1], marks=pytest.mark.multi_gpu(2)),
+        pytest.param("cpu:gloo,cuda:nccl", [0, "cpu"], marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+
+
+def _train_in_group(rank: int, world_size: int, places: list[Any]) -> None:
+    device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
+    for hook in (None, "allreduce"):
+        bare, net = make_net().to(device), make_net().to(device)
+        model = dp.DistributedDataParallel(net, places, nonfinite="skip", bucket_cap_mb=0.01)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
+        got, expected = train(net, model, device), train(bare, bare, device)
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        model.check_replicas()
+        model.close()
+
+
+@by_group
+def test_training_in_a_process_group(cluster: Cluster, backend: str, places: list[Any]) -> None:
+    cluster.run(_train_in_group, 1, places, backend=backend, timeout=200)
+
+
+def _call_collectives(rank: int, world_size: int, places: list[Any]) -> None:
+    device = dp.devices.parse_device(places[0])
+    group = torch.distributed.group.WORLD
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: collectives.all_reduce(x, "sum", group),
+        lambda x: collectives.all_reduce(x, "max", "hybrid"),
+        lambda x: collectives.reduce_scatter_tensor(x, "avg", 0, group),
+        lambda x: collectives.all_gather_tensor(x, 0, group),
+        lambda x: collectives.all_to_all_single(x, None, None, group),
+        lambda x: collectives.broadcast(x, 0, group),
+        lambda x: collectives.gather(x, 0, 0, group),
+    ]
+    for call in calls:
+        x = torch.randn(4, 3, device=device, requires_grad=True)
+        y = call(x) * 1
+        y.pow(2).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close((y.detach(), x.grad), (x.detach(), 2 * x.detach()))
+
+
+@by_group
+def test_collectives_of_one_process(cluster: Cluster, backend: str, places: list[Any]) -> None:
+    cluster.run(_call_collectives, 1, places, backend=backend, timeout=200)
+
+
 def _train_compiled(rank: int, world_size: int, places: list[Any]) -> None:
     device = dp.devices.parse_device(places[0])
     quiet_backend_of(device)
@@ -127,6 +185,46 @@ def _train_compiled(rank: int, world_size: int, places: list[Any]) -> None:
 )
 def test_replicas_that_are_compiled_with_cuda_graphs(cluster: Cluster, places: list[Any]) -> None:
     cluster.run(_train_compiled, 1, places, init_group=False, timeout=200)
+
+
+def _train_recorded(rank: int, world_size: int, wrapper: str, places: list[Any]) -> None:
+    device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
+    bare, net = make_net().to(device), make_net().to(device)
+    model = WRAPPERS[wrapper](net, places)
+    batch = torch.randn(12, 20, device=device)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        # Threads, buckets and kernels are there before the step is recorded.
+        for _ in range(5):
+            model.zero_grad()
+            model(batch).pow(2).mean().backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad()
+    with torch.cuda.graph(graph):
+        model(batch).pow(2).mean().backward()
+    for _ in range(3):
+        batch.normal_()
+        graph.replay()
+        bare.zero_grad()
+        bare(batch).pow(2).mean().backward()
+        for mine, theirs in zip(net.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            for parameter in (*net.parameters(), *bare.parameters()):
+                parameter.add_(parameter.grad, alpha=-0.05)  # type: ignore[arg-type]
+    model.close()
+
+
+@pytest.mark.gpu
+@by_wrapper
+@pytest.mark.parametrize("places", [[0], [0, 0]], ids=str)
+def test_a_step_that_the_user_records_in_a_cuda_graph(
+    cluster: Cluster, wrapper: str, places: list[Any]
+) -> None:
+    cluster.run(_train_recorded, 1, wrapper, places, init_group=False, timeout=200)
 
 
 def _events(device: torch.device, call: Callable[[], object]) -> list[Any]:
