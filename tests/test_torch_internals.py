@@ -37,6 +37,8 @@ ALLOWED = {
     *("_parameters", "_buffers", "_modules"),
     # The counter of changes of a tensor, in torch's notes on autograd.
     "_version",
+    # How the hooks begin that an optimizer has, which its copies leave out.
+    "_optimizer_",
     # argparse's, of a parser: its options, which `shtab` reads too.
     "_actions",
     # Python's.
@@ -48,18 +50,6 @@ TORCHS_OWN = {
 }
 
 
-def is_private(name: str) -> bool:
-    """Whether a name begins with one underscore."""
-    # What we put on torch's objects begins with our own name.
-    return bool(re.fullmatch(r"_(?!_|dataparallel_)\w+", name))
-
-
-def is_torchs(path: str) -> bool:
-    """Whether it leads to what torch keeps to itself."""
-    first, *others = path.split(".")
-    return first == "torch" and any(map(is_private, others))
-
-
 def defined_in(tree: ast.AST) -> Iterator[str]:
     """The names that a source gives to functions, classes, variables and attributes."""
     for node in ast.walk(tree):
@@ -68,32 +58,27 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            if ast.unparse(node.value) in ("self", "cls"):
                 yield node.attr
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
             yield from ast.literal_eval(node.value)
 
 
-def name_of(node: ast.expr) -> str:
-    """The dotted name of an expression; empty before an attribute of anything else."""
-    if isinstance(node, ast.Attribute):
-        return f"{name_of(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def looked_up(node: ast.AST) -> list[str]:
-    """The names that a node looks up, or keeps for later."""
-    nodes: list[ast.expr] = []
-    if isinstance(node, ast.Call) and name_of(node.func).endswith(("attr", "attrgetter")):
-        nodes = node.args
-    elif isinstance(node, ast.Subscript):
-        nodes = [node.slice]
-    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-        nodes = [node.left]
-    elif isinstance(node, ast.Assign):
-        nodes = getattr(node.value, "elts", [node.value])
-    texts = [each.value for each in nodes if isinstance(each, ast.Constant)]
-    return [text for text in texts if isinstance(text, str)]
+def paths_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """By line, the dotted names in a source, those in texts included."""
+    formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    fragments = {id(part) for node in formatted for part in node.values}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from ((line, f"{prefix}{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield line, re.sub(r".*[^\w.]", "", ast.unparse(node), flags=re.DOTALL)
+        elif isinstance(node, ast.keyword):
+            yield line, node.arg or ""
+        elif isinstance(node, ast.Constant) and id(node) not in fragments:
+            yield line, str(node.value) if re.fullmatch(r"[\w.]+", str(node.value)) else ""
 
 
 def touches(tree: ast.Module, ours: Collection[str]) -> list[str]:
@@ -102,35 +87,16 @@ def touches(tree: ast.Module, ours: Collection[str]) -> list[str]:
     What an object is cannot be told from a source, so an attribute is torch's if none of our files
     defines it: one that has the same name as ours slips through, unless it is in ``TORCHS_OWN``.
     """
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body
-        if isinstance(node.body[0], ast.Expr)
-    }
-
-    def is_foreign(name: str, *, own: bool = False) -> bool:
-        known = name in ALLOWED or (name in ours and (own or name not in TORCHS_OWN))
-        return is_private(name) and not known
-
     found = []
-    for node in ast.walk(tree):
-        names = list(filter(is_foreign, looked_up(node)))
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if is_torchs(alias.name)]
-        elif isinstance(node, ast.ImportFrom):
-            paths = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = list(filter(is_torchs, paths))
-        elif isinstance(node, ast.Attribute):
-            own = name_of(node.value) in ("self", "cls")
-            whole = name_of(node)
-            names = [whole] if is_torchs(whole) or is_foreign(node.attr, own=own) else []
-        elif isinstance(node, ast.keyword) and node.arg:
-            names = [node.arg] if is_foreign(node.arg) else []
-        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
-            text = str(node.value)
-            names = [text] if re.fullmatch(r"[\w.]+", text) and is_torchs(text) else []
-        found += [f"{getattr(node, 'lineno', 0)}: {name}" for name in names]
+    for line, path in paths_in(tree):
+        *before, name = path.split(".")
+        private = [
+            each for each in (*before, name) if re.fullmatch(r"_(?!_|dataparallel_)\w+", each)
+        ]
+        known = name in ours and (name not in TORCHS_OWN or before in (["self"], ["cls"]))
+        is_foreign = name in private and name not in ALLOWED and not known
+        if is_foreign or (private and before[:1] == ["torch"]):
+            found.append(f"{line}: {path}")
     return found
 
 

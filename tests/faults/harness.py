@@ -21,9 +21,6 @@ _QUICK_LIMIT, _LONG_LIMIT = 60, 1800
 #: How much longer things may take in a quick run, beside which others run.
 _SOFT_FACTOR = 5.0
 
-#: Units of what depends on the machine's load. Counts do not.
-_TIMED = ("s", "%")
-
 _FOLDER = pathlib.Path(__file__).parents[2] / "out" / "faults"
 
 
@@ -55,10 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Figures:
     """What a test measured; see the fixture ``figures``."""
 
-    def __init__(self, test: str, long: bool, folder: pathlib.Path = _FOLDER) -> None:
+    def __init__(self, test: str, long: bool) -> None:
         self._test = test
         self._long = long
-        self._folder = folder
 
     def record(
         self,
@@ -79,10 +75,10 @@ class Figures:
         if self._long:
             today = f"{datetime.date.today()}, torch {torch.__version__}"
             measured = f"{value:.4g} {unit} of {repeats} ({sign} {limit:g})"
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with open(self._folder / "figures.md", "a") as file:
+            _FOLDER.mkdir(parents=True, exist_ok=True)
+            with open(_FOLDER / "figures.md", "a") as file:
                 file.write(f"| {what} | {measured} | {today} | `pytest '{self._test}'` |\n")
-        elif unit in _TIMED:
+        elif unit in ("s", "%"):
             limit *= _SOFT_FACTOR
         fine = value >= limit if at_least else value <= limit
         assert fine, f"{what}: {value:.6g} {unit}, and not {sign} {limit:g} {unit}"

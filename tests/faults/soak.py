@@ -15,7 +15,6 @@ import os
 import pathlib
 import platform
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -70,37 +69,28 @@ class Summary:
         seconds: From the first start to the last line.
         done: Steps that are done.
         faults: What has happened: "kind rank step".
-        restarts, recoveries: How often torchrun started the processes again, and how often they
-            went on without that.
+        restarts: How often torchrun started the processes again.
         lost: Per time that process 0 loaded, how many steps had to be made again.
         gaps: Seconds between the two steps around each of these.
-        typical: Seconds of a step without faults, the median.
+        typical: Seconds of one of the first steps, the median.
         loss: Of the last step.
-        digests, parameters: Of weights and statistics in the end, per process; of weights alone.
+        digests: Of weights and statistics in the end, per process.
     """
 
     seconds: float
     done: int
     faults: list[str]
     restarts: int
-    recoveries: int
     lost: list[int]
     gaps: list[float]
     typical: float
     loss: float
     digests: list[str]
-    parameters: list[str]
-
-    @property
-    def goodput(self) -> float:
-        """The share of the time that the steps that stayed would have taken without faults."""
-        return min(1.0, self.done * self.typical / max(self.seconds, 1e-9))
 
     def __str__(self) -> str:
         return (
             f"{self.seconds:.0f} s  {self.done} steps  {len(self.faults)} faults  "
-            f"{self.restarts} restarts  {self.recoveries} recoveries in place  "
-            f"{max(self.lost, default=0)} steps lost at most  goodput {self.goodput:.1%}  "
+            f"{self.restarts} restarts  {max(self.lost, default=0)} steps lost at most  "
             f"over a fault from step to step {statistics.median(self.gaps or [0]):.2f} s, at most "
             f"{max(self.gaps, default=0):.2f} s"
         )
@@ -120,21 +110,17 @@ def summary(folder: str | pathlib.Path) -> Summary:
             lost.append(max(0, done - line["step"]))
             is_interrupted = True
     made = [line for line in lines if line["event"] == "step"]
-    recovered = [line for line in lines if line["event"] == "recovered" and line["rank"] == 0]
-    durations = [line["seconds"] for line in made[:PACED]]
-    ends = {line["rank"]: line for line in lines if line["event"] == "end"}
+    ends = {line["rank"]: line["digest"] for line in lines if line["event"] == "end"}
     return Summary(
         seconds=lines[-1]["time"] - lines[0]["time"] if lines else 0.0,
         done=made[-1]["step"] + 1 if made else 0,
         faults=happened.read_text().splitlines() if happened.exists() else [],
-        restarts=max((line["restart"] for line in lines if line["event"] == "start"), default=0),
-        recoveries=len(recovered),
+        restarts=max((line["restart"] for line in lines), default=0),
         lost=lost,
         gaps=gaps,
-        typical=statistics.median(durations) if durations else 0.0,
+        typical=statistics.median([line["seconds"] for line in made[:PACED]] or [0.0]),
         loss=made[-1]["loss"] if made else float("nan"),
-        digests=[ends[rank]["digest"] for rank in sorted(ends)],
-        parameters=[ends[rank]["parameters"] for rank in sorted(ends)],
+        digests=[ends[rank] for rank in sorted(ends)],
     )
 
 
@@ -142,29 +128,28 @@ def compare(found: Summary, quiet: Summary, plan: Sequence[Fault]) -> list[tuple
     """What was measured, as rows of a table, what it has to be, and whether it is."""
     lost = max(found.lost, default=0)
     happened = sorted(found.faults) == sorted(map(str, plan))
-    are_alike = len(found.parameters) == PROCESSES and len(set(found.parameters)) == 1
-    as_quiet = bool(found.digests) and found.digests == quiet.digests
-    digests, weights = (
-        " ".join(digest[:8] for digest in kind) for kind in (found.digests, found.parameters)
-    )
+    # The share of the time that the steps would have taken without faults.
+    goodput = min(1.0, found.done * quiet.typical / found.seconds)
+    as_quiet = len(found.digests) == PROCESSES and found.digests == quiet.digests
+    digests = " ".join(digest[:8] for digest in found.digests)
     return [
         (f"faults that happened | {len(found.faults)}", f"all {len(plan)}", happened),
-        (f"goodput | {found.goodput:.1%}", f"at least {GOODPUT:.0%}", found.goodput >= GOODPUT),
+        (f"goodput | {goodput:.1%}", f"at least {GOODPUT:.0%}", goodput >= GOODPUT),
         (f"steps made again, at most | {lost}", f"{LOST_STEPS}", lost <= LOST_STEPS),
         (f"final loss | {found.loss:.6f}", f"{quiet.loss:.6f}", found.loss == quiet.loss),
         (f"weights and statistics | {digests}", "the same bits as without faults", as_quiet),
-        (f"weights of both processes | {weights}", "the same bits", are_alike),
     ]
 
 
 def report(
     found: Summary,
+    quiet: Summary,
     rows: Sequence[tuple[str, str, bool]],
-    settings: Settings,
+    plan: Sequence[Fault],
     options: argparse.Namespace,
 ) -> str:
     """The result as Markdown."""
-    kinds = collections.Counter(fault.kind for fault in settings.plan)
+    kinds = collections.Counter(fault.kind for fault in plan)
     planned = ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
     table = "\n".join(
         f"| {measured} | {bar} | {'yes' if fine else '**no**'} |" for measured, bar, fine in rows
@@ -177,7 +162,7 @@ def report(
     python -m tests.faults.soak --minutes {options.minutes:g} --per-hour {options.per_hour:g} \
 --pace {options.pace:g} --seed {options.seed}
 
-Two processes under torchrun, each with two replicas, train for {settings.steps} steps of at least
+Two processes under torchrun, each with two replicas, train for {found.done} steps of at least
 {options.pace:g} s, while things go wrong: {planned}. Every step is saved to memory, every hundredth
 to the disk, too. Nobody helps.
 
@@ -185,7 +170,7 @@ to the disk, too. Nobody helps.
 |---|---|---|---|
 {table}
 
-{found}. A step took {found.typical * 1000:.0f} ms (median) in the training without faults, which
+{found}. A step took {quiet.typical * 1000:.0f} ms (median) in the training without faults, which
 saves nothing to memory. Goodput is the steps times that, over the whole time.
 """
 
@@ -216,12 +201,20 @@ def soak(settings: Settings, limit: float, *, networks: bool) -> Summary:
     return summary(settings.folder)
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The training without faults, the soak, and the comparison.
 
     Returns:
         0 if all is well, 1 if something is wrong, 2 if it was only too slow.
     """
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
+    parser.add_argument("--per-hour", type=float, default=150.0, help="faults per hour")
+    parser.add_argument("--pace", type=float, default=0.1, help="seconds of a step (default: 0.1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the places of the faults")
+    parser.add_argument("--folder", help="keep the files here (default: a temporary folder)")
+    parser.add_argument("--write", type=pathlib.Path, help="write the result to this file")
+    options = parser.parse_args(arguments)
     reason = partition.obstacle()
     networks = reason is None
     if reason:
@@ -233,41 +226,26 @@ def run(options: argparse.Namespace) -> int:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
         # Where there is no folder in memory, another one does, and takes longer.
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        memory = tempfile.mkdtemp(prefix="soak-", dir=shared)
-        stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        faulty, quiet = (os.path.join(folder, name) for name in ("faults", "quiet"))
-        for name in (faulty, quiet):
+        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", dir=shared))
+        quiet, faulty = (os.path.join(folder, name) for name in ("quiet", "faults"))
+        for name in (quiet, faulty):
             os.makedirs(name)
-        outside = partition.network() if networks else ""
         undisturbed = Settings(quiet, steps, pace=options.pace, paced=PACED, disk_every=100)
-        settings = replace(
-            undisturbed, folder=faulty, plan=plan, memory=memory, paced=None, outside=outside
-        )
+        settings = replace(undisturbed, folder=faulty, plan=plan, memory=memory, paced=None)
+        if networks:
+            settings = replace(settings, outside=partition.network())
         limit = 60 * (2 * options.minutes + 3)
         print(f"{steps} steps without faults, the first {PACED} at the pace", flush=True)
         reference = soak(undisturbed, limit, networks=False)
         print(f"{count} faults in {steps} steps of at least {options.pace} s", flush=True)
         found = soak(settings, limit, networks=networks)
-    found = replace(found, typical=reference.typical)
     rows = compare(found, reference, plan)
-    text = report(found, rows, settings, options)
+    text = report(found, reference, rows, plan, options)
     print(text)
     if options.write:
         options.write.write_text(text)
     missed = [measured.split()[0] for measured, _, fine in rows if not fine]
     return 0 if not missed else 2 if missed == ["goodput"] else 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
-    parser.add_argument("--per-hour", type=float, default=150.0, help="faults per hour")
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds of a step (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the places of the faults")
-    parser.add_argument("--folder", help="keep the files here (default: a temporary folder)")
-    parser.add_argument("--write", type=pathlib.Path, help="write the result to this file")
-    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pathlib
 import random
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from subprocess import Popen
-from typing import Any
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -29,37 +28,29 @@ from tests.faults.harness import Figures
 from tests.faults.soak import Summary, summary
 from tests.faults.training import Fault, Settings, journal
 
-
-class Launch:
-    """The agents of one run, which end with the test."""
-
-    def __init__(self, folder: pathlib.Path, stack: contextlib.ExitStack) -> None:
-        self._folder = folder
-        self._stack = stack
-        self.agents: list[Popen[bytes]] = []
-
-    def start(
-        self, command: list[str], cwd: pathlib.Path = training.ROOT, **variables: str
-    ) -> pathlib.Path:
-        """Start torchrun; each call is one more machine. Returns what it writes."""
-        log = self._folder / f"agent{len(self.agents)}"
-        started = training.started(command, log, cwd, **variables)
-        self.agents.append(self._stack.enter_context(started))
-        return log
-
-    def wait(self, timeout: float) -> None:
-        """Wait for all agents, which have to be content."""
-        for number, agent in enumerate(self.agents):
-            status = agent.wait(timeout)
-            said = (self._folder / f"agent{number}").read_text()
-            assert status == 0, f"agent {number} ended with {status}:\n{said[-6000:]}"
+#: Starts an agent of torchrun, which is one machine, and gives it and the file that it writes.
+Launch: TypeAlias = Callable[..., tuple[Popen[bytes], pathlib.Path]]
 
 
 @pytest.fixture
 def launch(tmp_path: pathlib.Path) -> Iterator[Launch]:
-    """Starts agents of torchrun."""
+    """The agents of a test end with it."""
     with contextlib.ExitStack() as stack:
-        yield Launch(tmp_path, stack)
+
+        def start(
+            command: list[str], cwd: pathlib.Path = training.ROOT, **variables: str
+        ) -> tuple[Popen[bytes], pathlib.Path]:
+            log = tmp_path / f"agent{len(list(tmp_path.glob('agent*')))}"
+            return stack.enter_context(training.started(command, log, cwd, **variables)), log
+
+        yield start
+
+
+def wait_for(agents: list[tuple[Popen[bytes], pathlib.Path]], timeout: float) -> None:
+    """Wait for agents, which have to be content."""
+    for agent, log in agents:
+        status = agent.wait(timeout)
+        assert status == 0, f"{log.name} ended with {status}:\n{log.read_text()[-6000:]}"
 
 
 def options_of(rendezvous: str, restarts: int, processes: int = 2) -> list[str]:
@@ -113,8 +104,8 @@ def test_killed_processes_are_replaced_and_training_goes_on_exactly(
 ) -> None:
     number = repeats(quick=1, long=50)
     settings = with_kills(tmp_path, number)
-    launch.start(training.torchrun(settings, *options_of(rendezvous, number)))
-    launch.wait(40.0 + 10.0 * number)
+    agent = launch(training.torchrun(settings, *options_of(rendezvous, number)))
+    wait_for([agent], 40.0 + 10.0 * number)
     found = as_undisturbed(cluster, settings)
     # No more than the steps since the last generation.
     assert found.restarts == number == len(found.gaps)
@@ -135,10 +126,9 @@ def test_two_machines(
     number = 15
     settings = with_kills(tmp_path, number)
     options = [*options_of(rendezvous, 2 * number, 1), "--nnodes", "2"]
-    for node in range(2):
-        of_node = ["--node-rank", str(node)] if rendezvous == "static" else []
-        launch.start(training.torchrun(settings, *options, *of_node))
-    launch.wait(40.0 + 20.0 * number)
+    nodes = [["--node-rank", str(node)] if rendezvous == "static" else [] for node in range(2)]
+    agents = [launch(training.torchrun(settings, *options, *node)) for node in nodes]
+    wait_for(agents, 40.0 + 20.0 * number)
     as_undisturbed(cluster, settings)
     what = f"two agents of torchrun, {rendezvous}: kills of a rank not recovered"
     figures.record(what, 0, "failures", 0, repeats=number)
@@ -150,13 +140,12 @@ def test_a_machine_that_joins_later(launch: Launch, tmp_path: pathlib.Path) -> N
     settings = Settings(str(tmp_path), 20, needed=2)
     options = [*options_of("c10d", 3, 1), "--nnodes", "1:2"]
     options += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
-    for number in range(2):
-        # See docs/elastic.md.
-        command = training.torchrun(settings, *options)
-        launch.start(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-        if number == 0:
-            wait_until(lambda: summary(tmp_path).done > settings.disk_every)
-    launch.wait(120.0)
+    command = training.torchrun(settings, *options)
+    # See docs/elastic.md.
+    agents = [launch(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")]
+    wait_until(lambda: summary(tmp_path).done > settings.disk_every)
+    agents.append(launch(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+    wait_for(agents, 120.0)
     starts = [
         (line["rank"], line["step"]) for line in journal(tmp_path) if line["event"] == "start"
     ]
@@ -174,39 +163,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long_faults
-def test_kills_at_any_moment(
-    launch: Launch, cluster: Cluster, tmp_path: pathlib.Path, figures: Figures
-) -> None:
-    """While processes start, meet, load, train and save."""
-    number = 30
-    settings, chance = Settings(str(tmp_path), 400), random.Random(number)
-    launch.start(training.torchrun(settings, *options_of("c10d", number)))
-    killed = 0
-    for restart in range(number):
-        here: list[int] = []
-
-        def are_there(here: list[int] = here, restart: int = restart) -> bool:
-            lines = journal(tmp_path)
-            now = [
-                each for each in lines if (each["event"], each["restart"]) == ("process", restart)
-            ]
-            here[:] = [line["pid"] for line in now]
-            return len(here) == 2 or any(line["event"] == "end" for line in lines)
-
-        wait_until(are_there)
-        if len(here) < 2:
-            break
-        time.sleep(chance.uniform(0.0, 2.5))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(chance.choice(here), signal.SIGKILL)
-            killed += 1
-    launch.wait(300.0)
-    as_undisturbed(cluster, settings)
-    what = "kill -9 at any moment, also of the start and of a save: recovered"
-    figures.record(what, killed, "kills", 5, repeats=killed, at_least=True)
-
-
-@pytest.mark.long_faults
 def test_the_example_ends_with_the_weights_of_an_undisturbed_run(
     launch: Launch, tmp_path: pathlib.Path
 ) -> None:
@@ -215,12 +171,11 @@ def test_the_example_ends_with_the_weights_of_an_undisturbed_run(
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         script = str(training.ROOT / "examples" / "resume.py")
-        log = launch.start([*command, script], tmp_path / name)
+        agent, log = launch([*command, script], tmp_path / name)
         if name == "killed":
             wait_until(lambda log=log: "step 100:" in log.read_text())  # type: ignore[misc]
-            children = psutil.Process(launch.agents[-1].pid).children()
-            os.kill(random.choice(children).pid, signal.SIGKILL)
-        launch.wait(120.0)
+            os.kill(random.choice(psutil.Process(agent.pid).children()).pid, signal.SIGKILL)
+        wait_for([(agent, log)], 120.0)
         net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 4))
         assert checkpoint.load(tmp_path / name / "out" / "resume", net).step == 400
         states.append(net.state_dict())
@@ -228,36 +183,6 @@ def test_the_example_ends_with_the_weights_of_an_undisturbed_run(
         assert len(begun) == (2 if name == "whole" else 4)
         assert begun[:2] == [0, 0] and all(step > 0 for step in begun[2:])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-# --- the soak test ---------------------------------------------------------------------------
-
-
-def step(number: int, time: float) -> dict[str, Any]:
-    return {"event": "step", "step": number, "time": time, "seconds": 1.0, "loss": 0.5 - number}
-
-
-def test_what_the_journal_says(tmp_path: pathlib.Path) -> None:
-    """Four steps, of which one is made twice, and a pause of three seconds."""
-    end = {"event": "end", "step": 4, "time": 20.0, "parameters": "same"}
-    lines: list[dict[str, Any]] = [
-        *({"event": "start", "step": 0, "time": 10.0}, step(0, 11.0), step(1, 12.0)),
-        {"event": "error", "step": 2, "time": 12.5, "kind": "E", "text": "t"},
-        {"event": "recovered", "step": 1, "time": 13.0, "rank": 1},
-        *({"event": "recovered", "step": 1, "time": 13.0}, step(1, 15.0), step(2, 16.0)),
-        *({"event": "start", "step": 3, "time": 17.0, "restart": 1}, step(3, 18.0)),
-        *({**end, "digest": "second", "rank": 1}, {**end, "digest": "first"}),
-    ]
-    texts = [json.dumps({"restart": 0, "rank": 0, **line}) for line in lines]
-    (tmp_path / "journal").write_text("\n".join([*texts, '{"event": "not comp']))
-    (tmp_path / "happened").write_text("raise 1 2\nkill 0 3\n")
-    found = summary(tmp_path)
-    assert (found.done, found.seconds, found.typical, found.loss) == (4, 10.0, 1.0, -2.5)
-    assert (found.restarts, found.recoveries) == (1, 1)
-    assert (found.lost, found.gaps) == ([0, 1, 0], [3.0, 2.0])
-    assert (found.digests, found.parameters) == (["first", "second"], ["same", "same"])
-    assert found.goodput == 0.4
-    assert str(found).startswith("10 s  4 steps  2 faults  1 restarts  1 recoveries in place")
 
 
 @pytest.mark.long_faults

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
-import marshal
 import os
 import pathlib
 import pickle
@@ -42,17 +42,11 @@ class Hostile:
         return (os.system, (COMMAND,))
 
 
-def saved(**options: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save({"weight": Hostile()}, file, **options)
-    return file.getvalue()
-
-
+_file = io.BytesIO()
+torch.save({"weight": Hostile()}, _file)
 PAYLOADS: dict[str, bytes] = {
     "pickle": pickle.dumps(Hostile()),
-    "torch.save": saved(),
-    "old torch.save": saved(_use_new_zipfile_serialization=False),
-    "marshal": marshal.dumps(compile(PYTHON, "x", "exec")),
+    "torch.save": _file.getvalue(),
     "Python": PYTHON.encode(),
     "JSON": b'{"py/reduce": [{"py/function": "os.system"}, ["exit 0"]]}',
     "deep": b"[" * 100_000,
@@ -60,14 +54,19 @@ PAYLOADS: dict[str, bytes] = {
 # What is no JSON at all.
 NO_JSON = [kind for kind in PAYLOADS if kind != "JSON"]
 
-_events: list[str] = []
 _LOUD = ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec")
-_hooks: list[Callable[..., None]] = []
+_events: list[str] = []
 
 
-def _hear(event: str, args: tuple[object, ...]) -> None:
-    if event in _LOUD:
-        _events.append(f"{event}{args!r}"[:200])
+@functools.cache
+def _listen() -> None:
+    """For ever: a hook cannot be removed."""
+
+    def hear(event: str, args: tuple[object, ...]) -> None:
+        if event in _LOUD:
+            _events.append(f"{event}{args!r}"[:200])
+
+    sys.addaudithook(hear)
 
 
 @contextlib.contextmanager
@@ -76,20 +75,16 @@ def no_code_from_data() -> Iterator[None]:
 
     Python tells of every name that an unpickler looks up, in whatever library that happens.
     """
-    if not _hooks:
-        # For ever: such a hook cannot be removed.
-        sys.addaudithook(_hear)
-        _hooks.append(_hear)
+    _listen()
     _events.clear()
     yield
     assert not _events, f"code was taken from data: {_events}"
 
 
-def test_the_alarm_is_real() -> None:
-    loads: list[tuple[Callable[[Any], Any], str]] = [(pickle.loads, "pickle"), (eval, "Python")]
-    for load, kind in loads:
-        with pytest.raises(AssertionError, match="code was taken from data"), no_code_from_data():
-            load(PAYLOADS[kind])
+@pytest.mark.parametrize(("load", "kind"), [(pickle.loads, "pickle"), (eval, "Python")])
+def test_the_alarm_is_real(load: Callable[[Any], Any], kind: str) -> None:
+    with pytest.raises(AssertionError, match="code was taken from data"), no_code_from_data():
+        load(PAYLOADS[kind])
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -121,7 +116,7 @@ def test_a_file_of_another_kind_is_rejected(tmp_path: pathlib.Path, which: str, 
     assert torch.equal(other.weight, model.weight)
 
 
-def test_other_files_are_left_alone(
+def test_programs_beside_the_data_are_left_alone(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is imported late must not come from where the data is."""
@@ -140,8 +135,6 @@ def test_other_files_are_left_alone(
     [
         {"$": "dtype", "value": "load"},
         {"$": "object", "value": "os.system"},
-        {"$": ["tuple"], "items": []},
-        {"$": "tensor"},
         {"$": "tensor", "name": "../../../etc/passwd"},
         {"$": "device", "value": "cuda:99999999999999999999"},
     ],
@@ -172,34 +165,24 @@ def test_right_hashes_do_not_make_names_into_code(
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)
-@pytest.mark.parametrize("has_header", [True, False])
-def test_a_recording_is_data(tmp_path: pathlib.Path, kind: str, has_header: bool) -> None:
+def test_a_recording_is_data(tmp_path: pathlib.Path, kind: str) -> None:
     path = tmp_path / "run.jsonl"
     header = json.dumps({"format": recording.FORMAT, "version": recording.VERSION}).encode()
-    lines = [header] if has_header else []
-    path.write_bytes(b"\n".join([*lines, PAYLOADS[kind], b""]))
+    path.write_bytes(b"\n".join([header, PAYLOADS[kind], b""]))
     with no_code_from_data():
-        if has_header:
-            found = recording.read_recording(path)
-            assert not found.samples and found.problems
-        else:
-            with pytest.raises(ValueError, match=r"run\.jsonl"):
-                recording.read_recording(path)
+        found = recording.read_recording(path)
+    assert not found.samples and found.problems
+    path.write_bytes(PAYLOADS[kind])
+    with no_code_from_data(), pytest.raises(ValueError, match=r"run\.jsonl"):
+        recording.read_recording(path)
 
 
 # --- a whole training ------------------------------------------------------------------------
 
 
-class State:
-    """What a user gives to a hook: it may hold anything."""
-
-    def __init__(self) -> None:
-        self.process_group: Any = None
-        self.held = Hostile()
-
-
-def hook(state: State, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    return comm_hooks.allreduce_hook(state.process_group, bucket)
+def hook(state: Hostile, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Its state may hold anything."""
+    return comm_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
 
 def train(rank: int, world_size: int, folder: str) -> list[str]:
@@ -207,7 +190,7 @@ def train(rank: int, world_size: int, folder: str) -> list[str]:
     with no_code_from_data():
         body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         model = dp.DistributedDataParallel(body, ["cpu", "cpu"])
-        model.register_comm_hook(State(), hook)
+        model.register_comm_hook(Hostile(), hook)
         optimizer = dp.ShardedOptimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
         with StepMonitor(model, publish=False), model.join():
             for _ in range(2 + rank):
