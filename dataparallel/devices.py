@@ -155,6 +155,14 @@ def bind_thread(device: torch.device) -> None:
         _bound.devices.add(device)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what this thread queues on its current stream is recorded in a graph, not run."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def memory_allocated(device: torch.device) -> int:
     """Bytes that tensors occupy on an accelerator; 0 on the CPU, where torch does not count."""
     return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)

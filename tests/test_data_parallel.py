@@ -205,3 +205,20 @@ def test_a_module_that_stays_in_the_wrong_place_is_told_shortly(wrapper: Any) ->
         wrapper(module, devices)
     del watched
     assert wrapper(module.to("virtual:0"), devices)(x).shape == (4, 2)
+
+
+@WRAPPERS
+def test_replicas_on_several_devices_refuse_to_be_recorded_in_a_graph(
+    wrapper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their copies would be as old as the graph; see tests/gpu for what is recorded on one GPU."""
+    x = torch.randn(4, 3, device="virtual:0")
+    apart = wrapper(nn.Linear(3, 2), ["virtual:0", "virtual:1"])
+    together = wrapper(nn.Linear(3, 2), ["virtual:0", "virtual:0"])
+    module = torch.get_device_module("virtual")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+        with pytest.raises(RuntimeError, match="cannot record replicas on several devices"):
+            apart(x)
+        together(x).sum().backward()
+    apart(x).sum().backward()

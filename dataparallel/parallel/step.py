@@ -21,7 +21,7 @@ from dataparallel import kernels
 from dataparallel.batch.gather import join_scalars
 from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
-from dataparallel.devices import is_accelerator
+from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
 from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones, check_placement
@@ -93,6 +93,12 @@ class Runner:
     ) -> list[Any]:
         """Replicas of a module for the first slots, up to date; to be used within :meth:`using`."""
         standing = training.clones if training and training.clones.module is module else None
+        if len(set(self.devices)) > 1 and is_capturing(self.devices[0]):
+            raise RuntimeError(
+                "a CUDA graph cannot record replicas on several devices: it would leave out that "
+                "what an optimizer changes is copied to the others between the steps; record one "
+                "process per GPU, or compile the module with mode='reduce-overhead'"
+            )
         clones = standing or self._take_idle(module) or self.make_clones(module)
         replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
         self._lent[threading.get_ident()] = replicas[0], clones, standing is None
