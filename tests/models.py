@@ -10,25 +10,6 @@ import torch
 from torch import Tensor, nn
 
 
-class Shared(nn.Module):
-    """A random graph of linear layers, of which some are one module, and some share a weight."""
-
-    def __init__(self, layers: list[int], width: int = 4) -> None:
-        super().__init__()
-        distinct = [nn.Linear(width, width) for _ in range(max(layers, default=0) + 1)]
-        self.layers = nn.ModuleList([distinct[i] for i in layers])
-        self.tied = nn.Linear(width, width)
-        self.tied.weight = distinct[0].weight
-        self.scale = nn.ParameterList([nn.Parameter(torch.ones(width))])
-        self.shifts = nn.ParameterDict({"a": nn.Parameter(torch.zeros(width))})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) + (x if i % 2 else 0)
-        output: Tensor = self.tied(x) * self.scale[0] + self.shifts["a"]
-        return output
-
-
 def grads_of(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in module.parameters()]
 

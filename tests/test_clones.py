@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import pickle
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, replicate
-from tests.models import Shared, assert_all_close, compare, grads_of, placed
+from dataparallel import DataParallel, DistributedDataParallel, current_replica, replicate
+from tests.models import assert_all_close, compare, grads_of, placed
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 
 
 # --- wrapped equals bare, whatever the module is ---------------------------------------------
+
+
+class Shared(nn.Module):
+    """One layer in two places, and one weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(4, 4)
+        self.layers = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4), first)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tied(self.layers(x).tanh())
+        return output
 
 
 class Refers(nn.Module):
@@ -64,7 +79,7 @@ class Refers(nn.Module):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: Shared([0, 1, 0]),
+        Shared,
         lambda: Refers(4),
         lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
     ],
@@ -90,9 +105,9 @@ def test_derivatives_of_both_orders(build: Any, slots: list[str], samples: int) 
 
 
 def test_a_clone_is_built_as_the_original(slots: list[str]) -> None:
-    original = placed(lambda: Shared([0, 1, 0]), slots[0])
+    original = placed(Shared, slots[0])
     for clone in replicate(original, slots):
-        assert clone.layers[0] is clone.layers[2]  # type: ignore[index]
+        assert clone.layers[0] is clone.layers[3]  # type: ignore[index]
         assert clone.tied.weight is clone.layers[0].weight  # type: ignore[union-attr, index]
         assert dict(clone.named_parameters()).keys() == dict(original.named_parameters()).keys()
         assert all(isinstance(p, nn.Parameter) for p in clone.parameters())
@@ -158,21 +173,6 @@ def test_what_replica_0_does_to_itself_is_done_to_the_original(
         original.aux.backward()
         assert original.layers[1].weight.grad is not None
     model.close()
-
-
-def test_what_a_hook_writes_to_the_original_stays(slots: list[str]) -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(slots[0])
-    outside = types.SimpleNamespace(net=net)
-    net.seen, net.note = None, "before"  # type: ignore[assignment]
-
-    def write(module: nn.Module, args: Any, output: Tensor) -> None:
-        outside.net.note = "during"
-        net.seen = output
-
-    net[0].register_forward_hook(write)
-    assert DataParallel(net, slots)(torch.randn(8, 4, device=slots[0])).shape == (8, 4)
-    assert net.note == "during"
-    assert net.seen is not None and net.seen.shape == (2, 4), "it closes over the module: a replica"
 
 
 # --- what a forward must not do, and what it may ---------------------------------------------
@@ -310,3 +310,108 @@ def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
             assert module() is None, "a cycle holds the wrapper"
     finally:
         gc.enable()
+
+
+# --- what becomes of buffers; for "sync" see batch norm ---------------------------------------
+
+
+class Keeps(nn.Linear):
+    """Writes its buffers in some way."""
+
+    table: Tensor
+    calls: Tensor
+
+    def __init__(self, write: Callable[[Keeps, Tensor], None]) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("table", torch.zeros(2))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.write(self, x)
+        return super().forward(x) + self.table.sum()
+
+
+def in_place(net: Keeps, x: Tensor) -> None:
+    net.table.copy_(x.mean())
+
+
+def grown(net: Keeps, x: Tensor) -> None:
+    net.table = torch.cat([net.table, x.mean().reshape(1)])
+
+
+@WRAPPERS
+@pytest.mark.parametrize("write", [in_place, grown])
+@pytest.mark.parametrize("buffers", ["replica0", "mean"])
+def test_what_becomes_of_buffers(
+    slots: list[str], wrapper: Any, write: Callable[..., None], buffers: str
+) -> None:
+    net = Keeps(write).to(slots[0])
+    # It shares memory, so it has the same mean.
+    net.register_buffer("part", net.table[:1])
+    model = wrapper(net, slots[:3], buffers=buffers)
+    expected = torch.zeros(2)
+    for x in torch.randn(2, 5, 1):
+        model(x)
+        kept = x.mean() if buffers == "mean" else x[:2].mean()
+        expected = kept.expand(2) if write is in_place else torch.cat([expected, kept.reshape(1)])
+        torch.testing.assert_close(net.table.cpu(), expected)
+    assert net.calls.item() == 2
+    if write is in_place:
+        assert torch.equal(net.get_buffer("part"), net.table[:1])
+
+
+@WRAPPERS
+@pytest.mark.parametrize("buffers", ["replica0", "mean"])
+def test_running_statistics(slots: list[str], wrapper: Any, buffers: str) -> None:
+    net = nn.BatchNorm1d(3).to(slots[0])
+    first, second = copy.deepcopy(net), copy.deepcopy(net)
+    x = torch.randn(8, 3, device=slots[0]) * 3 + 1
+    wrapper(net, slots[:2], buffers=buffers)(x)
+    for layer, chunk in zip((first, second), x.chunk(2), strict=True):
+        layer(chunk)
+    for found, a, b in zip(net.buffers(), first.buffers(), second.buffers(), strict=True):
+        torch.testing.assert_close(found, a if buffers == "replica0" else ((a + b) / 2).to(a.dtype))
+
+
+@WRAPPERS
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_forward_that_failed_leaves_no_statistics_behind(
+    slots: list[str], wrapper: Any, failing: int
+) -> None:
+    armed = False
+
+    def fail(*_: Any) -> None:
+        replica = current_replica()
+        if armed and replica is not None and replica.index == failing:
+            raise ValueError("not now")
+
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).to(slots[0])
+    twin = copy.deepcopy(net)
+    net.register_forward_hook(fail)
+    model, reference = (wrapper(module, slots[:3], buffers="mean") for module in (net, twin))
+    x = torch.randn(24, 6, device=slots[0])
+    for armed in (True, False, True, False):
+        if armed:
+            with pytest.raises(ValueError, match="not now"):
+                model(x)
+            continue
+        model(x)
+        reference(x)
+        assert_all_close(list(net.buffers())[:2], list(twin.buffers())[:2])
+
+
+@pytest.mark.parametrize("buffers", ["replica0", "mean", "sync"])
+def test_an_empty_batch(slots: list[str], buffers: Any) -> None:
+    bare = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(slots[0])
+    model = DataParallel(copy.deepcopy(bare), slots, buffers=buffers)
+    x = torch.randn(0, 2, device=slots[0])
+    assert model(x).shape == bare(x).shape == (0, 3)
+    assert_all_close(model.buffers(), bare.buffers())
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    text = r"buffers must be 'replica0', 'mean' or 'sync', but got 'average'$"
+    with pytest.raises(ValueError, match=text):
+        DataParallel(nn.Linear(1, 1), ["cpu"], buffers="average")  # type: ignore[arg-type]

@@ -1,9 +1,13 @@
-"""Every thread-local setting of the caller holds in the replicas, and only during the call."""
+"""Every thread-local setting of the caller holds in the replicas, and only during the call.
+
+Only activation checkpoints around a wrapper hold in the caller alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -11,11 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dataparallel import torch_internals
+from dataparallel import DataParallel, DistributedDataParallel, torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
+from tests.models import assert_all_close, compare, grads_of, twins
 
 CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
@@ -66,7 +73,7 @@ def modes_seen() -> Any:
     )
 
 
-def identity(x: torch.Tensor) -> torch.Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -159,30 +166,25 @@ def test_a_setting_left_on_by_a_replica_is_gone_at_the_next_call() -> None:
     assert torch.is_grad_enabled() and variable.get() == "default"
 
 
-def test_autocast_forgets_cast_weights_when_the_block_of_the_caller_ends() -> None:
-    linear = torch.nn.Linear(4, 4)
+def test_casts_of_autocast_live_as_long_as_the_block_of_the_caller() -> None:
+    linear = nn.Linear(4, 4)
     x = torch.ones(1, 4)
+
+    def block() -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return linear(x)
+
+    def cast_of_weight() -> Any:
+        return block().grad_fn.next_functions[2][0].next_functions[0][0]
+
     for value in (1.0, 2.0):
         with torch.no_grad():
             linear.weight.fill_(value)
             linear.bias.zero_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = parallel_apply([linear, linear], [x, x])
-        assert outputs[0][0, 0].item() == 4 * value
-
-
-def test_an_autocast_block_in_one_replica_leaves_the_casts_of_the_caller() -> None:
-    linear = torch.nn.Linear(4, 4)
-    x = torch.ones(1, 4)
-
-    def cast_of_weight() -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return linear(x).grad_fn.next_functions[2][0].next_functions[0][0]
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        first = cast_of_weight()
-        apply_replicas([cast_of_weight] * 2, [CPU] * 2)
-        assert cast_of_weight() is first
+            first = cast_of_weight()
+            assert apply_replicas([block] * 2, [CPU] * 2)[1][0, 0].item() == 4 * value
+            assert cast_of_weight() is first
 
 
 def test_a_default_device_equal_to_the_first_device_follows_the_replica() -> None:
@@ -213,15 +215,108 @@ def test_streams_of_the_caller_and_the_device_of_the_replica_are_current() -> No
 
 
 def test_replicas_run_in_the_calling_thread_under_transforms() -> None:
-    def thread(x: torch.Tensor) -> torch.Tensor:
+    def thread(x: Tensor) -> Tensor:
         assert threading.current_thread() is threading.main_thread()
         return x.sin()
 
-    def pair(x: torch.Tensor) -> torch.Tensor:
+    def pair(x: Tensor) -> Tensor:
         first, second = parallel_apply([thread, thread], [x, 2 * x])
-        total: torch.Tensor = (first + second).sum()
+        total: Tensor = (first + second).sum()
         return total
 
     x = torch.randn(5, 3)
     per_sample = torch.func.vmap(torch.func.grad(pair))(x)
     torch.testing.assert_close(per_sample, x.cos() + 2 * (2 * x).cos())
+
+
+# --- activation checkpoints: their hooks are not carried --------------------------------------
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Sigmoid())
+
+
+#: One that records the results of operations, by their order too; on devices copies are among them.
+SELECTIVE = functools.partial(
+    create_selective_checkpoint_contexts,
+    [torch.ops.aten.mm.default, torch.ops.aten.addmm.default],
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": SELECTIVE},
+}
+
+
+VIRTUAL = [f"virtual:{i}" for i in range(3)]
+
+
+@pytest.mark.parametrize("samples", [7, 1])
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    [
+        *((kind, ["cpu"] * 3) for kind in KINDS),
+        *((kind, VIRTUAL) for kind in KINDS if kind != "selective"),
+    ],
+)
+def test_checkpoint_around_the_wrapper(kind: str, slots: list[str], samples: int) -> None:
+    """Replicas save at the same time, and a checkpoint tells saved tensors apart by their order.
+
+    Layers of the caller around the wrapper are recomputed, and so the wrapper runs again too.
+    """
+    bare, inner = twins(layers, slots[0])
+    model = DataParallel(inner, slots)
+    around, between = twins(layers, slots[0])
+    x = torch.randn(samples, 6, dtype=torch.double, device=slots[0], requires_grad=True)
+    around(bare(around(x))).square().sum().backward()
+    expected = [x.grad, *grads_of(bare), *grads_of(around)]
+    for _ in range(20):
+        for module in (model, between):
+            module.zero_grad()
+        x.grad = None
+        call: Any = nn.Sequential(between, model, between)
+        checkpoint(call, x, **KINDS[kind]).square().sum().backward()  # type: ignore[union-attr]
+        assert_all_close([x.grad, *grads_of(model), *grads_of(between)], expected)
+
+
+def test_checkpoint_around_the_wrapper_keeps_what_the_replicas_save(slots: list[str]) -> None:
+    calls: list[int] = []
+    net = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()).to(slots[0])
+    net.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    x = torch.randn(8, 3, device=slots[0], requires_grad=True)
+    for reentrant, times in ((False, 4), (True, 8)):
+        calls.clear()
+        checkpoint(DataParallel(net, slots), x, use_reentrant=reentrant).sum().backward()
+        assert calls == [2] * times
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("slots", [["cpu"] * 2, ["virtual:0", "virtual:1"]], ids=str)
+def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: list[str]) -> None:
+    """torch's hooks stay in the thread that met the error until somebody leaves the checkpoint."""
+
+    class Failing(nn.Linear):
+        fails = True
+
+        def body(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            if self.fails:
+                raise ValueError("of the body")
+            return torch.relu(y) * y
+
+        def outer(self, x: Tensor) -> Any:
+            try:
+                return x + checkpoint(self.body, x, use_reentrant=False)  # type: ignore[operator]
+            except ValueError as error:
+                raise KeyError("of the outer body") from error
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.outer, x, use_reentrant=False)
+
+    net, bare = twins(lambda: Failing(3, 3), slots[0])
+    model = wrapper(net, slots)
+    x = torch.randn(4, 3, dtype=torch.double, device=slots[0])
+    with pytest.raises(KeyError, match="of the outer body"):
+        model(x)
+    net.fails = bare.fails = False  # type: ignore[assignment]
+    compare(model, bare, x)

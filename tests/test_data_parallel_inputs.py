@@ -1,16 +1,23 @@
-"""Arguments of the wrapper: what is split, what goes whole, what cannot be split."""
+"""Arguments and outputs of the wrapper: what is split, what goes whole, what is refused."""
 
 from __future__ import annotations
 
+import enum
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from dataparallel import DataParallel, DistributedDataParallel, Replicate
+from dataparallel import DataParallel, DistributedDataParallel, Replicate, data_parallel
 from tests.models import assert_all_close, grads_of, twins
+
+BOTH = [DataParallel, DistributedDataParallel]
 
 
 class Masked(nn.Linear):
@@ -63,7 +70,7 @@ def _loss(output: Tensor, target: Tensor, table: Tensor) -> Tensor:
     return (output * table.sum(0) - target).pow(2).sum()
 
 
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("wrapper", BOTH)
 @pytest.mark.parametrize(("count", "size"), [(1, 5), (2, 0), (2, 1), (3, 5)])
 def test_no_replica_gets_to_see_a_marker(wrapper: Any, count: int, size: int) -> None:
     bare, inner = twins(lambda: Table(3, 3), "cpu")
@@ -97,30 +104,23 @@ def test_no_replica_gets_to_see_a_marker(wrapper: Any, count: int, size: int) ->
 
 
 class Own(DataParallel[nn.Module]):
-    """A scatter of the user, which may leave the targets of a loss out, or not split them."""
+    """A scatter of the user, which may leave the targets of a loss out."""
 
-    how = "all"
+    is_whole = True
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        if self.how == "all":
-            return super().scatter(tuple(value * 2 for value in inputs), kwargs, device_ids)
-        kept = kwargs if self.how == "whole targets" else {}
-        return [(part,) for part in inputs[0].chunk(2)], [kept] * 2
+        doubled = tuple(value * 2 for value in inputs)
+        return super().scatter(doubled, kwargs if self.is_whole else {}, device_ids)
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size")
 def test_targets_in_a_scatter_of_the_user() -> None:
     model = Own(Masked(), ["cpu", "cpu"], in_dims={1: None, 2: None})
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     expected = nn.functional.mse_loss(model.module(2 * x), y)
     torch.testing.assert_close(model.loss(nn.MSELoss(), x, y), expected)
-    for how, error, match in (
-        ("no targets", KeyError, "targets of the loss"),
-        ("whole targets", RuntimeError, "must match the size of tensor b"),
-    ):
-        model.how = how
-        with pytest.raises(error, match=match):
-            model.loss(nn.MSELoss(), x, y)
+    model.is_whole = False
+    with pytest.raises(KeyError, match="targets of the loss"):
+        model.loss(nn.MSELoss(), x, y)
 
 
 # Forward mode scripts its formulas, and torch deprecates scripting.
@@ -154,3 +154,256 @@ def test_inputs_that_cannot_be_split(slots: list[str]) -> None:
         with pytest.raises(ValueError, match=match):
             model(*args)
     assert model(torch.ones(2, 4, 3)).shape == (2, 4, 3)
+
+
+# --- outputs whose samples are not along `dim` ----------------------------------------------------
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(3, 5, num_layers=2, bidirectional=True, batch_first=True)
+
+
+def results_of(module: nn.Module, *inputs: Any) -> list[Tensor | None]:
+    """Outputs, and gradients of a loss on all of them."""
+    module.zero_grad()
+    outputs = [leaf for leaf in tree_leaves(module(*inputs)) if isinstance(leaf, Tensor)]
+    total = [(out * torch.linspace(-1, 1, out.size(-1)).to(out)).sum() for out in outputs]
+    torch.stack(total).sum().backward()
+    return [*outputs, *grads_of(module)]
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("out_dims", [(0, 1), [0, (1, -2)], {1: 1}, {1: {0: 1, 1: 1}}])
+def test_states_of_an_lstm(slots: list[str], wrapper: Any, out_dims: Any) -> None:
+    bare, inner = twins(lstm, slots[0])
+    model = wrapper(inner, slots[:3], in_dims={"hx": 1}, out_dims=out_dims)
+    for batch in (7, 2, 0):
+        states = torch.randn(2, 4, batch, 5, dtype=torch.double, device=slots[0]).unbind(0)
+        x = torch.randn(batch, 4, 3, dtype=torch.double, device=slots[0])
+        expected = results_of(bare, x, states)
+        assert_all_close(results_of(model, x, states), expected)
+        outputs = data_parallel(inner, (x, states), slots[:3], in_dims={1: 1}, out_dims=out_dims)
+        assert_all_close(tree_leaves(outputs), expected[:3])
+    model.close()
+
+
+class Turned(nn.Module):
+    """Returns the same rows in many shapes, the samples along a dim that is given for each."""
+
+    def __init__(self, dims: list[int]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.table = nn.Parameter(torch.ones(2, 2))
+        self.dims = dims
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        rows = self.layer(x)
+        turned = [rows[..., None].expand(-1, -1, 4).movedim(0, dim) for dim in self.dims]
+        return {"turned": turned, "rows": (rows, rows * 2), "table": self.table, "name": "turned"}
+
+
+@given(
+    dims=st.lists(st.integers(-3, 2), max_size=3),
+    batch=st.integers(0, 9),
+    count=st.integers(1, 4),
+    wrapper=st.sampled_from(BOTH),
+)
+@settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_dims(slots: list[str], dims: list[int], batch: int, count: int, wrapper: Any) -> None:
+    bare, inner = twins(lambda: Turned(dims), slots[0])
+    model = wrapper(inner, slots[:count], out_dims={"turned": dims, "table": None})
+    x = torch.randn(batch, 3, dtype=torch.double, device=slots[0])
+    assert_all_close(results_of(model, x), results_of(bare, x))
+    assert model(x)["name"] == "turned"
+    model.close()
+
+
+class Report(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        first = x[0].sum()
+        return {"x": x, "turned": x.T, "sum": x.sum(), "first": first, "count": len(x)}
+
+
+def test_scalars_and_other_leaves(slots: list[str]) -> None:
+    x = torch.arange(10.0, device=slots[0]).view(5, 2)
+    out_dims = {"turned": 1, "first": None}
+    report = DataParallel(Report(), slots, scalars="sum", out_dims=out_dims)(x)
+    torch.testing.assert_close(report["turned"], x.T)
+    assert (report["sum"].item(), report["first"].item(), report["count"]) == (45, 1, [2, 2, 1])
+    assert report["first"].device == torch.device(slots[0])
+    report = DataParallel(Report(), slots, "cpu", out_dims={**out_dims, "count": None})(x)
+    assert (report["sum"].tolist(), report["count"]) == ([6, 22, 17], 2)
+    assert report["first"].device == torch.device("cpu")
+    apart = DataParallel(Report(), slots, output_device="each", out_dims={"no such": 1})(x)
+    assert [tuple(each["turned"].shape) for each in apart] == [(2, 2), (2, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("out_dims", "message"),
+    [
+        ((0, (1, (1,))), r"says \(1,\) of outputs\[1\]\[1\], which is leaf; give"),
+        ("rows", "out_dims says 'rows' of outputs, which is tuple"),
+        ((0, 3), r"outputs\[1\]\[0\] cannot .* dim 3 is out of range .*\(4, 3, 5\).*out_dims"),
+        ((1, 1), r"outputs\[0\] cannot .* \(2, 4, 10\) and .* \(3, 4, 10\); .*out_dims"),
+    ],
+)
+def test_out_dims_is_checked(out_dims: Any, message: str) -> None:
+    model = DataParallel(lstm(), ["cpu", "cpu"], out_dims=out_dims)
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(5, 4, 3))
+
+
+# --- arguments and outputs that are no containers -------------------------------------------------
+
+
+class Cache:
+    """Keys and values of the steps before, which a forward adds to, as libraries have them."""
+
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        self.keys, self.values = keys, values
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
+        self.values = values if self.values is None else torch.cat([self.values, values], 1)
+
+
+class Attention(nn.Linear):
+    """Looks at all that came before."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8)
+
+    def forward(self, x: Tensor, cache: Any = None) -> Any:
+        cache = Cache() if cache is None else cache
+        cache.add(*super().forward(x).chunk(2, dim=-1))
+        return {
+            "x": x + (x @ cache.keys.transpose(1, 2)).softmax(-1) @ cache.values,
+            "cache": cache,
+        }
+
+
+def tokens(length: int = 3) -> Tensor:
+    return torch.randn(5, length, 4, dtype=torch.double)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_cache_that_is_returned_comes_once_per_replica(wrapper: Any, count: int) -> None:
+    bare, inner = twins(Attention, "cpu")
+    model, x = wrapper(inner, ["cpu"] * count), tokens()
+    got, expected = model(x), bare(x)
+    caches = got["cache"] if count > 1 else [got["cache"]]
+    assert [type(cache) for cache in caches] == [Cache] * count
+    for name in Cache.__slots__:
+        parts = [getattr(cache, name) for cache in caches]
+        torch.testing.assert_close(torch.cat(parts), getattr(expected["cache"], name))
+    got["x"].pow(2).sum().backward()
+    expected["x"].pow(2).sum().backward()
+    assert_all_close(grads_of(model), grads_of(bare))
+
+
+#: Arguments that several replicas cannot have, and what the error says.
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "cache": (
+        lambda x: Cache(x, x),
+        r"cache'\] is a Cache, .*\(5, 1, 4\).*use_cache=False.*Replicate",
+    ),
+    "nested": (
+        lambda x: types.SimpleNamespace(rows={"a": [Cache(x, x)]}),
+        r"is a SimpleNamespace, .*register_pytree_node",
+    ),
+    "empty": (lambda x: Cache(), r"cache'\] is a Cache, .* written tensors into it"),
+    "in a list": (lambda x: [Cache(x, x)], r"cache'\]\[0\] is a Cache"),
+}
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_shared_wrongly_is_refused(wrapper: Any, name: str) -> None:
+    bare, inner = twins(Attention, "cpu")
+    model = wrapper(inner, ["cpu", "cpu"])
+    x, calls = tokens(1), list[Any]()
+    inner.register_forward_pre_hook(lambda module, args: calls.append(args))
+    make, message = REFUSED[name]
+    error = RuntimeError if name == "empty" else TypeError
+    with pytest.raises(error, match=message):
+        model(x, cache=make(x))
+    # Otherwise before anything runs.
+    assert bool(calls) == (name == "empty")
+    with pytest.raises(error, match=message):
+        criterion: Any = lambda output, y: (output["x"] - y).pow(2).sum()  # noqa: E731
+        model.loss(criterion, {"x": x, "cache": make(x)}, x, weight="samples")
+    assert_all_close([model(x)["x"]], [bare(x)["x"]])
+    # One replica alone gets it as the bare module would, and writes into it.
+    cache = Cache()
+    model(x[:1], cache=cache)
+    assert cache.keys is not None and cache.keys.shape == (1, 1, 4)
+
+
+class Kept:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Vocabulary:
+    def __init__(self) -> None:
+        self.words = {f"word {i}": i for i in range(50_000)}
+        self.itself = self
+
+
+class Gives(nn.Module):
+    """Returns an output and what it was given beside its input, or what is made of the output."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self.make, self.seen = nn.Linear(4, 4), make, list[Any]()
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        self.seen.append(others)
+        output = self.linear(x)
+        return {"x": output, "more": self.make(output, *others)}
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_is_harmless_is_shared(wrapper: Any) -> None:
+    x, table = torch.randn(5, 4), torch.randn(7, 4)
+    others = (
+        *("name", 3, 2.5, 1j, None, b"x", True, Color.RED, torch.float32, torch.device("cpu")),
+        *(torch.Size([5]), print, tokens, slice(1), object(), range(3), Cache, iter([1])),
+        *(types.SimpleNamespace(width=4), Vocabulary(), Kept(table), Kept(nn.Linear(5, 5))),
+        *(nn.Linear(5, 5), torch.Generator()),
+    )
+    # What is marked is shared whatever it holds.
+    kept = Kept(x)
+    net = Gives(lambda output, *given: given)
+    got = wrapper(net, ["cpu", "cpu"])(x, *others, Replicate(kept))
+    assert len(net.seen) == 2
+    for row in (*net.seen, got["more"]):
+        assert all(mine is given for mine, given in zip(row, (*others, kept), strict=True))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: {x, x + 1},
+        lambda x: torch.distributions.Normal(x, 1.0),
+        lambda x: Kept(x) if x.shape[0] == 3 else None,
+    ],
+    ids=["set", "distribution", "one of two"],
+)
+def test_other_objects_that_are_returned_come_once_per_replica(wrapper: Any, make: Any) -> None:
+    x, net = torch.randn(5, 4), Gives(make)
+    got = wrapper(net, ["cpu", "cpu"])(x)
+    torch.testing.assert_close(got["x"], net.linear(x))
+    assert [type(one) for one in got["more"]] == [type(make(x[:3])), type(make(x[3:]))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from typing import Any
 from unittest import mock
 
@@ -86,24 +85,6 @@ def test_what_is_no_list_of_devices() -> None:
 
 
 # --- what differs between device types -------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", [CPU, VIRTUAL[0], VIRTUAL[3]])
-def test_backward_runs_in_a_thread_of_its_own_where_it_is_said_to(device: torch.device) -> None:
-    threads: list[int] = []
-    y = torch.ones(2, device=device, requires_grad=True) * 2
-    y.register_hook(lambda _: threads.append(threading.get_ident()))
-    y.sum().backward()
-    assert (threads != [threading.get_ident()]) == devices.is_accelerator(device)
-
-
-def test_memory_allocated() -> None:
-    assert devices.memory_allocated(CPU) == 0
-    before = devices.memory_allocated(VIRTUAL[1])
-    tensor = torch.zeros(1000, device=VIRTUAL[1])
-    assert 4000 <= devices.memory_allocated(VIRTUAL[1]) - before < 8000
-    del tensor
-    assert devices.memory_allocated(VIRTUAL[1]) == before
 
 
 @given(threads=st.integers(1, 64), slots=st.lists(st.sampled_from([CPU, *VIRTUAL]), max_size=9))

@@ -63,28 +63,6 @@ def test_a_step_over_streams_that_defer() -> None:
         torch.testing.assert_close(found, expected)
 
 
-# --- what is used, and in which order it is added up ----------------------------------------------
-
-
-def test_what_nobody_used_counts_as_zero_or_has_no_gradient(slots: list[str]) -> None:
-    w, unused, b = leaf(slots[0], 3), leaf(slots[0], 2), leaf(slots[0], 2)
-    copies = apply(Broadcast, slots[:3], w, unused, b)
-    aliases = connect(comm.broadcast_coalesced([w, unused, b], slots[:3]), [w, unused, b])
-    for flat in (copies, [alias for replica in aliases for alias in replica]):
-        w0, _, _, w1, _, b1, _, _, b2 = flat
-        for tensor in (w, b):
-            tensor.grad = None
-        torch.autograd.backward([w0.square().sum(), w1.sum() * 3, b1.sum() * 2, b2.sum() * 5])
-        torch.testing.assert_close(w.grad, 2 * w.detach() + 3)
-        torch.testing.assert_close(b.grad, torch.full_like(b, 7))
-        assert unused.grad is None
-    batch = leaf(slots[0], 6, 2)
-    apply(Scatter, slots[:3], [1, 3, 2], 0, batch)[1].sum().backward()
-    assert batch.grad is not None and batch.grad.sum(1).tolist() == [0, 2, 2, 2, 0, 0]
-    (grad,) = torch.autograd.grad(aliases[1][0].pow(2).sum().to(slots[0]), w)
-    torch.testing.assert_close(grad, 2 * w.detach())
-
-
 def test_sums_go_in_replica_order(slots: list[str]) -> None:
     weight = torch.zeros(100).to(slots[0]).requires_grad_()
     shares = [torch.randn(100) * 10.0**i for i in range(4)]

@@ -135,17 +135,26 @@ def test_leaves_of_a_replica_that_is_dropped() -> None:
 
 
 @WRAPPERS
-def test_monitor(wrapper: Any) -> None:
+def test_monitor_and_balance(wrapper: Any) -> None:
     training = Training(wrapper, DEVICES)
-    seen: list[Any] = []
-    with StepMonitor(training.model, publish=False, on_step=seen.append) as monitor:
+    model, seen = training.model, list[Any]()
+    options: dict[str, Any] = {"every": 1, "warmup": 0, "threshold": 0.9}
+    with (
+        StepMonitor(model, publish=False, on_step=seen.append) as monitor,
+        dataparallel.balance(model, **options) as balancer,
+    ):
+        balancer.load_state_dict({"costs": None, "limits": [None, 4, 5]})
         for step in range(9):
             if step == 3:
-                training.model.drop_replica(1)
+                model.drop_replica(1)
+                assert list(balancer.limits) == [None, 5]
             if step == 6:
-                training.model.add_replica("virtual:1")
+                assert len(balancer.sizes(12)) == 2
+                model.add_replica("virtual:1")
+                assert list(balancer.limits) == [None, 5, None]
             training.step(step)
         state = monitor.state()
+    assert balancer.speeds is not None and len(balancer.speeds) == 3
     assert state.info.devices == ("virtual:0", "virtual:2", "virtual:1")
     assert len(state.totals) == len(state.memory) == len(state.now) == 3
     # The step before a change has no record: it ends with the next forward.
@@ -153,24 +162,7 @@ def test_monitor(wrapper: Any) -> None:
     assert [record.number for record in seen] == [1, 2, 1, 2, 1, 2, 3]
     # What is kept is about the replicas that there are now.
     assert list(monitor.steps) == seen[-3:]
-
-
-@WRAPPERS
-def test_balance(wrapper: Any) -> None:
-    training = Training(wrapper, DEVICES)
-    model = training.model
-    with dataparallel.balance(model, every=1, warmup=0, threshold=0.9) as balancer:
-        balancer.load_state_dict({"costs": None, "limits": [None, 4, 5]})
-        training.step(0)
-        model.drop_replica(1)
-        assert list(balancer.limits) == [None, 5]
-        training.step(1)
-        assert len(balancer.sizes(12)) == 2
-        model.add_replica("virtual:1")
-        assert list(balancer.limits) == [None, 5, None]
-        for step in range(2, 6):
-            training.step(step)
-        assert balancer.speeds is not None and len(balancer.speeds) == 3
+    training.assert_weights(9)
 
 
 # --- several processes ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Worker threads: reuse, errors, interrupts, forks, their end, and the CPU's threads they use."""
+"""Worker threads, and replicas that run in them: at the same time, or in turn."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
+import signal
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dataparallel import DataParallel
+import dataparallel as dp
 from dataparallel.errors import locate
-from dataparallel.threads import context
-from dataparallel.threads.apply import apply_replicas
+from dataparallel.threads import apply, context
+from dataparallel.threads.apply import Replica, apply_replicas, current_replica, parallel_apply
 from dataparallel.threads.workers import WorkerPools
-from tests.virtual.oracle import run_python
 
 CPU = torch.device("cpu")
 LABELS = [f"in replica {i} on device cpu" for i in range(8)]
@@ -73,12 +75,8 @@ def test_each_task_has_the_thread_of_its_index(pools: WorkerPools) -> None:
 
 @pytest.mark.parametrize(
     "drop",
-    [
-        lambda holder: holder[0].close(),
-        lambda holder: holder.clear(),
-        lambda holder: run(holder[0], holder.clear, int),
-    ],
-    ids=["closed", "collected", "dropped by one of its replicas"],
+    [lambda holder: holder.clear(), lambda holder: run(holder[0], holder.clear, int)],
+    ids=["collected", "dropped by one of its replicas"],
 )
 def test_the_end_of_a_pool_is_that_of_its_threads(drop: Callable[[Any], object]) -> None:
     holder, before = [WorkerPools()], replica_threads()
@@ -88,9 +86,6 @@ def test_the_end_of_a_pool_is_that_of_its_threads(drop: Callable[[Any], object])
     drop(holder)
     gc.collect()
     assert wait_until(lambda: not any(thread.is_alive() for thread in started))
-    for pools in holder:
-        assert run(pools, int, int) == [0, 0], "a later call starts new ones"
-        pools.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -158,14 +153,13 @@ def test_an_error_comes_back_as_itself_and_tells_where(
 def test_of_several_errors_the_lowest_index_is_raised_and_the_others_are_notes(
     pools: WorkerPools,
 ) -> None:
-    with pytest.raises(ValueError, match="first\nin replica 1 on device cpu") as caught:
-        run(pools, int, raises(ValueError("first")), raises(KeyError("second")))
+    error = ValueError("first")
+    with pytest.raises(ValueError, match="first\nin replica 1 on device cpu"):
+        run(pools, int, raises(error), raises(KeyError("second")))
     told = ["in replica 2 on device cpu also failed: KeyError: 'second'"]
-    assert vars(caught.value)["__notes__"] == told
-    error = ValueError("inner")
-    for place in ("in replica 1 on device cpu", "in replica 0 on device virtual:2"):
-        locate(error, place)
-    assert str(error) == "inner\nin replica 1 on device cpu\nin replica 0 on device virtual:2"
+    assert vars(error)["__notes__"] == told
+    locate(error, "in replica 0 on device virtual:2")
+    assert str(error) == "first\nin replica 1 on device cpu\nin replica 0 on device virtual:2"
 
 
 def test_what_a_failing_task_leaves_is_gone(pools: WorkerPools) -> None:
@@ -191,61 +185,25 @@ def test_what_a_failing_task_leaves_is_gone(pools: WorkerPools) -> None:
     assert run(pools, *[lambda: hasattr(local, "left")] * 2) == [False, False]
 
 
-# --- interrupts, and the end of the process --------------------------------------------------
+def test_ctrl_c_ends_the_call_and_the_next_call_works(pools: WorkerPools) -> None:
+    """In the middle of a step of a wrapper: see faults/test_interrupts.py."""
+    before, released = replica_threads(), threading.Event()
 
+    def compute() -> None:
+        x = torch.zeros(4)
+        while True:
+            x = x + 1
 
-INTERRUPTED = """
-import os, signal, sys, threading, time
-import torch
-from dataparallel.comm import interpreter_end
-from dataparallel.threads.apply import parallel_apply
-from dataparallel.threads.meeting import current_rendezvous
+    def wait() -> None:
+        assert released.wait(30)
 
-def compute(x):
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        x = x + 1
-    return x
-
-def sleep(x):
-    time.sleep(20)
-
-def meet(x):
-    # Replica 1 never comes: it computes until it is interrupted.
-    return current_rendezvous().exchange("k", x, lambda values: values)
-
-def run(*functions):
-    begin = time.monotonic()
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    try:
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
         timer.start()
-        parallel_apply(functions, [torch.zeros(4)] * len(functions))
-    except KeyboardInterrupt:
-        print("interrupted after", time.monotonic() - begin, flush=True)
-    else:
-        sys.exit("not interrupted")
-    assert time.monotonic() - begin < 6, "the interrupt took too long"
-    outputs = parallel_apply([torch.exp] * 3, [torch.zeros(2)] * 3)
-    assert [y.tolist() for y in outputs] == [[1.0, 1.0]] * 3
-
-run(compute, compute)
-time.sleep(0.2)
-names = [t.name for t in threading.enumerate()]
-assert len(names) == 1 + 3, names
-run(meet, compute, compute)
-run(sleep, compute)
-# What is stuck does not keep the interpreter.
-interpreter_end.PATIENCE = 0.1
-print("usable")
-"""
-
-
-def test_ctrl_c_ends_the_call_and_the_next_call_works() -> None:
-    result = run_python(INTERRUPTED)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("usable\n")
-    assert result.stdout.count("interrupted after") == 3
-    assert not result.stderr
+        run(pools, compute, wait, compute, on_interrupt=released.set)
+    timer.join()
+    assert wait_until(lambda: replica_threads() <= before)
+    assert run(pools, int, int) == [0, 0]
 
 
 # --- intra-op threads ------------------------------------------------------------------------
@@ -261,15 +219,10 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 def test_each_worker_has_its_share_and_nobody_else_notices(
     set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    later: list[int] = []
-    for count, shares in ((4, [2, 2]), (7, [4, 3]), (8, [3, 3, 2])):
-        set_threads(count)
-        found = apply_replicas([torch.get_num_threads] * len(shares), [CPU] * len(shares))
-        assert found == shares
-        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert later.pop() == torch.get_num_threads() == count
+    set_threads(8)
+    assert apply_replicas([torch.get_num_threads] * 3, [CPU] * 3) == [3, 3, 2]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 8
     # Where torch's OpenMP is not found, they keep the setting of the process.
     monkeypatch.setattr(context, "_setters", lambda: ())
     assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2, WorkerPools()) == [8, 8]
@@ -290,7 +243,7 @@ def test_a_share_limits_matrix_products_too(set_threads: Callable[[int], None]) 
     assert min(apply_replicas(calls, [CPU] * 2)[0] for _ in range(3)) < 1.3
 
 
-class Watching(DataParallel[nn.Module]):
+class Watching(dp.DataParallel[nn.Module]):
     """Looks at the number of threads while it splits and gathers."""
 
     def scatter(self, *args: Any) -> Any:
@@ -314,3 +267,108 @@ def test_the_caller_uses_one_thread_around_several_cpu_replicas(
     model = Watching(nn.Identity(), devices)
     model(torch.randn(4, 2, device=devices[0]))
     assert model.seen == around and torch.get_num_threads() == 4
+
+
+# --- replicas in threads ------------------------------------------------------------------------
+
+
+def here(*_: Any, **__: Any) -> Replica | None:
+    return current_replica()
+
+
+def test_what_is_an_argument(slots: list[str]) -> None:
+    for container in (tuple, list):
+        several = [container((7, 2)), container((9, 4))]
+        assert parallel_apply([divmod, divmod], several) == [(3, 1), (2, 1)]
+    assert parallel_apply([len, len], [{"a": 1}, "text"]) == [1, 4]
+    assert parallel_apply([dict, dict], [(), ()], [{"a": 1}, None]) == [{"a": 1}, {}]
+    assert parallel_apply([], []) == []
+    # The device is that of the first tensor, or the CPU.
+    nested = [{"deep": [1, torch.ones(1).to(slot)]} for slot in slots]
+    expected = [Replica(i, torch.device(slot), 4) for i, slot in enumerate(slots)]
+    assert parallel_apply([here] * 4, nested) == expected
+    assert parallel_apply([here] * 4, [()] * 4, nested) == expected
+    assert parallel_apply([here] * 2, [(), "text"]) == [Replica(i, CPU, 2) for i in range(2)]
+    found = parallel_apply([here] * 4, [()] * 4, devices=[*slots[:3], None])
+    assert found == [*expected[:3], Replica(3, CPU, 4)]
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        ([[[1, 2, 3]], [[1, 2], [{}]], [[1, 2], None, ["cpu"] * 4]][i], r"is (longer|shorter) than")
+        for i in range(3)
+    ]
+    + [([["1", "2"], None, ["cpu", "nowhere"]], "'nowhere' is not a device")],
+)
+def test_what_is_refused(args: list[Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        parallel_apply([int, int], *args)
+
+
+def test_an_error_names_the_replica_and_its_device(slots: list[str]) -> None:
+    modules = [nn.Linear(size, 3).to(slot) for size, slot in zip((3, 4), slots, strict=False)]
+    inputs = [torch.ones(1, 3).to(slot) for slot in slots[:2]]
+    where = re.escape(f"in replica 1 on device {slots[1]}")
+    with pytest.raises(RuntimeError, match=f"(?s)shapes cannot be multiplied.*{where}"):
+        parallel_apply(modules, inputs)
+    modules[1] = nn.Linear(3, 3).to(slots[1])
+    for module, x, y in zip(modules, inputs, parallel_apply(modules, inputs), strict=True):
+        torch.testing.assert_close(y, module(x))
+    with pytest.raises(ZeroDivisionError, match="in replica 0 on device cpu"):
+        parallel_apply([lambda _: 1 / 0], [1])
+    assert current_replica() is None
+
+
+def test_current_replica_is_that_of_the_innermost_call() -> None:
+    def outer(count: int) -> Any:
+        return here(), apply_replicas([here] * count, [CPU] * count), here()
+
+    for count in (1, 2):
+        results = apply_replicas([lambda count=count: outer(count)] * 2, [CPU] * 2)  # type: ignore[misc]
+        for i, (before, inner, after) in enumerate(results):
+            assert before == after == Replica(i, CPU, 2)
+            assert inner == [Replica(k, CPU, count) for k in range(count)]
+    # A single module runs in the calling thread.
+    (found,) = parallel_apply([lambda _: (threading.current_thread(), here())], [1])
+    assert found == (threading.current_thread(), Replica(0, CPU, 1))
+    assert current_replica() is None
+
+
+# --- in turn ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at_once", "in_turn", "kept"), [(2.0, 1.0, True), (1.0, 2.0, False), (300.0, 1.0, False)]
+)
+def test_both_ways_are_tried_and_the_faster_one_is_kept(
+    at_once: float, in_turn: float, kept: bool
+) -> None:
+    pace, ways = apply.Pace(), list[bool]()
+    for _ in range(35):
+        ways.append(pace.is_in_turn())
+        pace.took((in_turn if ways[-1] else at_once) / 1000, in_turn=ways[-1])
+    assert any(ways) == (at_once < 250) and ways[-3:] == [kept] * 3
+
+
+def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed, ran = list[bool](), list[int]()
+    monkeypatch.setattr(apply.Pace, "is_in_turn", lambda self: True)
+    monkeypatch.setattr(apply.Pace, "took", lambda self, _, in_turn: timed.append(in_turn))
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            replica = current_replica()
+            assert replica is not None
+            ran.append(replica.index)
+            return x.reshape(6) if replica.index else x.reshape(size)
+
+    model = dp.DataParallel(Fails(), ["cpu"] * 2)
+    size = 5
+    with pytest.raises(RuntimeError, match=r"(?s)invalid for input.*in replica 0 on device cpu"):
+        model(torch.ones(4, 3))
+    size = 6
+    model(torch.ones(4, 3))
+    assert (ran, timed) == ([0, 1] * 2, [True])
