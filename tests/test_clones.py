@@ -45,7 +45,7 @@ class Refers(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         first = self.first = nn.Linear(size, size)
-        self.calls = [
+        self.calls: list[Callable[..., Tensor]] = [
             first,
             first.forward,
             lambda x: first(x),

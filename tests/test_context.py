@@ -275,7 +275,7 @@ def test_checkpoint_around_the_wrapper(kind: str, slots: list[str], samples: int
             module.zero_grad()
         x.grad = None
         call: Any = nn.Sequential(between, model, between)
-        checkpoint(call, x, **KINDS[kind]).square().sum().backward()  # type: ignore[union-attr]
+        checkpoint(call, x, **KINDS[kind]).square().sum().backward()
         assert_all_close([x.grad, *grads_of(model), *grads_of(between)], expected)
 
 
@@ -306,7 +306,7 @@ def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: l
 
         def outer(self, x: Tensor) -> Any:
             try:
-                return x + checkpoint(self.body, x, use_reentrant=False)  # type: ignore[operator]
+                return x + checkpoint(self.body, x, use_reentrant=False)
             except ValueError as error:
                 raise KeyError("of the outer body") from error
 

@@ -81,9 +81,8 @@ def test_functional_call_on_a_module_around_the_wrapper(wrapper: Any, count: int
             with pytest.raises(RuntimeError, match=r"functional_call has .*\.module of the"):
                 torch.func.functional_call(outer, given, x)
         else:
-            outputs = [
-                torch.func.functional_call(*call, x) for call in ((outer, given), (bare, own))
-            ]
+            calls: tuple[tuple[Any, Any], ...] = (outer, given), (bare, own)
+            outputs = [torch.func.functional_call(net, values, x) for net, values in calls]
             torch.testing.assert_close(*outputs)
             if trained:
                 grads = [torch.autograd.grad(y.sum(), [*given.values()]) for y in outputs]
