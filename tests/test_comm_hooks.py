@@ -117,26 +117,6 @@ def resizes(state: object, bucket: Any) -> Future[Tensor]:
     return completed(padded.mul_(2).resize_(38))
 
 
-def completes_in_a_thread(state: float, bucket: Any) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-    threading.Timer(0.02, future.set_result, [bucket.buffer() * (state - 1)]).start()
-    return future
-
-
-class CompletesAllWithTheLast:
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Future[Tensor], Tensor]] = []
-
-    def __call__(self, state: object, bucket: Any) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
-        self.waiting.append((future, bucket.buffer()))
-        if bucket.is_last():
-            assert len(self.waiting) > 1
-            for one, buffer in self.waiting:
-                one.set_result(buffer.mul_(2))
-        return future
-
-
 def returning(change: Callable[[Tensor], object]) -> Hook:
     return lambda state, bucket: completed(change(bucket.buffer()))
 
@@ -149,8 +129,6 @@ DOUBLING: list[tuple[Hook, dict[str, Any]]] = [
     (sets_another_buffer, {}),
     (resizes, {}),
     (resizes, VIEW),
-    (completes_in_a_thread, {}),
-    (CompletesAllWithTheLast(), {"bucket_cap_mb": 1e-5}),
     (returning(lambda t: (t.mul_(2),)), {}),
     (returning(lambda t: 2 * t.half()), {}),
     (returning(lambda t: torch.stack([2 * t, t], 1)[:, 0]), {}),

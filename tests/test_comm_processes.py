@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import datetime
 import itertools
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -209,61 +209,18 @@ def test_a_closed_link_says_so(cluster: Cluster) -> None:
 
 # --- failures --------------------------------------------------------------------------------
 
-
-def miss_a_collective(rank: int, world_size: int, missing: int) -> list[Any]:
-    link = ProcessLink(purpose="reducer", timeout=0.4)
-    link.broadcast(torch.ones(2), 0, what="buffers").wait()
-    found: list[Any] = []
-    if rank == missing:
-        time.sleep(1.5)
-    else:
-        started = time.monotonic()
-        pending = [link.all_reduce(torch.ones(2), what=f"bucket {i}") for i in range(3)]
-        calls = [one.wait for one in pending]
-        for call in [*calls, lambda: link.all_reduce(torch.ones(2), what="bucket 3")]:
-            with pytest.raises((CollectiveTimeout, CollectiveError)) as caught:
-                call()
-            found.append(caught.value)
-        # The timeout, the exchange of reports, and nothing for what follows.
-        assert time.monotonic() - started < 2.5
-        assert link.launched == {"broadcast": 1, "all_reduce": 3}
-    link.close()
-    return found
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_timeout_says_who_is_missing(cluster: Cluster, missing: int) -> None:
-    results = cluster.run(miss_a_collective, 3, missing)
-    for rank, errors in enumerate(results):
-        if rank == missing:
-            continue
-        assert [type(error) for error in errors] == [CollectiveTimeout] + [CollectiveError] * 3
-        text = str(errors[0])
-        assert text.startswith(
-            f"rank {rank}: all_reduce of bucket 0 (collective 2) for 'reducer' over 3 processes did"
-            " not complete within 0.4"
-        ), text
-        assert f"rank {missing} did not come" in text
-        assert f"rank {3 - rank - missing} came and " in text
-        assert "raise the timeout" in text
-        for error in errors[1:]:
-            assert "make a new one in every process" in str(error)
-            assert text in str(error)
-
-
 MAKING = "the making of the process group"
-AT_0 = "rank 0 is at all_reduce of numbers (collective 1) for 'reducer'"
+AT = r"is at all_reduce of numbers \(collective 1\) for 'reducer"
+GAVE_UP = r"over 2 processes did not complete within 0\.\d+ s: rank 1"
 
 #: What rank 1 does while rank 0 adds up numbers, or makes a link; and what both hear.
 WAYS: dict[str, tuple[str, str]] = {
-    "another order": ("rank 1 is at all_gather of the usage map", AT_0),
-    "another wrapper": (
-        "rank 1 is at all_reduce of numbers (collective 1) for 'reducer 2'",
-        AT_0,
-    ),
-    "late": ("rank 1 ", "rank 0 came and gave up"),
+    "missing": (f"^rank 0: all_reduce of .* {GAVE_UP} did not come; .* raise the timeout", "^$"),
+    "late": (f"^rank 0: all_reduce of .* {GAVE_UP} ", "rank 0 came and gave up"),
+    "another order": ("rank 1 is at all_gather of the usage map", f"rank 0 {AT}'"),
+    "another wrapper": (f"rank 1 {AT} 2'", f"rank 0 {AT}'"),
     "another link": (f"rank 1 is at {MAKING} 'other'", f"rank 0 is at {MAKING} 'join'"),
-    "no link": ("rank 1 did not come", ""),
+    "no link": (f"^rank 0: {MAKING} 'join' {GAVE_UP} did not come", "^$"),
 }
 
 
@@ -276,8 +233,8 @@ def part_ways(rank: int, world_size: int, way: str) -> str:
             ProcessLink(purpose="join", timeout=0.5)
         elif way == "another link":
             ProcessLink(purpose="other", timeout=30)
-        elif way == "no link":
-            time.sleep(0.8)
+        elif rank == 1 and way in ("missing", "no link"):
+            time.sleep(1.5)
         elif rank == 1 and way == "another order":
             link.all_gather(torch.ones(2), what="the usage map")
             link.all_gather(torch.ones(2), what="the usage map, again")
@@ -302,12 +259,9 @@ def part_ways(rank: int, world_size: int, way: str) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_timeout_says_where_the_others_are(cluster: Cluster, way: str) -> None:
-    found = cluster.run(part_ways, 2, way)
-    assert any(found)
-    # In another order, one of the two may get a result.
-    assert all(
-        text in got for got, text in zip(found, WAYS[way], strict=True) if got or "order" not in way
-    )
+    for rank, text in enumerate(cluster.run(part_ways, 2, way)):
+        # In another order, one of the two may get a result.
+        assert re.search(WAYS[way][rank], text) or (way == "another order" and not text), text
 
 
 def make_anew_alone(rank: int, world_size: int) -> float:
@@ -340,27 +294,6 @@ def make_anew_alone(rank: int, world_size: int) -> float:
 
 def test_who_makes_a_new_link_does_not_hear_that_the_old_one_broke(cluster: Cluster) -> None:
     assert cluster.run(make_anew_alone, 2) == [2.0, 2.0]
-
-
-def interrupt_a_wait(rank: int, world_size: int) -> float:
-    link = ProcessLink(purpose="reducer", timeout=30)
-    tensor = torch.ones(2)
-    if rank == 1:
-        time.sleep(0.8)
-    pending = link.all_reduce(tensor, what="bucket 0")
-    if rank == 0:
-        started = time.monotonic()
-        threading.Timer(0.1, _thread.interrupt_main).start()
-        with pytest.raises(KeyboardInterrupt):
-            pending.wait()
-        assert time.monotonic() - started < 0.7
-    pending.wait()
-    link.close()
-    return tensor[0].item()
-
-
-def test_a_wait_can_be_interrupted_and_repeated(cluster: Cluster) -> None:
-    assert cluster.run(interrupt_a_wait, 2) == [2.0, 2.0]
 
 
 def lose_the_store(rank: int, world_size: int, port: int) -> None:

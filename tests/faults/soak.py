@@ -31,6 +31,9 @@ from tests.faults.training import Fault, Settings, journal, started, torchrun
 
 PROCESSES = 2
 
+#: How many faults there are in an hour, and how many seconds a step takes at least.
+FAULTS, PACE = 150, 0.1
+
 #: What a run has to reach.
 GOODPUT, LOST_STEPS = 0.80, 1
 
@@ -44,9 +47,9 @@ _SHARE = 0.85
 _REPORT = 10.0
 
 
-def make_plan(steps: int, count: int, seed: int, *, networks: bool) -> list[Fault]:
+def make_plan(steps: int, count: int, *, networks: bool) -> list[Fault]:
     """Faults of all kinds in turn, at random steps of equal parts of the training."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     kinds = ["kill", "raise", "stop", *(["loopback"] if networks else []), "exit"]
     plan = []
     for number in range(count):
@@ -142,11 +145,7 @@ def compare(found: Summary, quiet: Summary, plan: Sequence[Fault]) -> list[tuple
 
 
 def report(
-    found: Summary,
-    quiet: Summary,
-    rows: Sequence[tuple[str, str, bool]],
-    plan: Sequence[Fault],
-    options: argparse.Namespace,
+    found: Summary, quiet: Summary, rows: Sequence[tuple[str, str, bool]], plan: Sequence[Fault]
 ) -> str:
     """The result as Markdown."""
     kinds = collections.Counter(fault.kind for fault in plan)
@@ -159,12 +158,11 @@ def report(
 {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch
 {torch.__version__}.
 
-    python -m tests.faults.soak --minutes {options.minutes:g} --per-hour {options.per_hour:g} \
---pace {options.pace:g} --seed {options.seed}
+    make soak
 
 Two processes under torchrun, each with two replicas, train for {found.done} steps of at least
-{options.pace:g} s, while things go wrong: {planned}. Every step is saved to memory, every hundredth
-to the disk, too. Nobody helps.
+{PACE:g} s, while things go wrong: {planned}. Every step is saved to memory, every hundredth to the
+disk, too. Nobody helps.
 
 | | measured | has to be | reached |
 |---|---|---|---|
@@ -209,9 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
-    parser.add_argument("--per-hour", type=float, default=150.0, help="faults per hour")
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds of a step (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the places of the faults")
     parser.add_argument("--folder", help="keep the files here (default: a temporary folder)")
     parser.add_argument("--write", type=pathlib.Path, help="write the result to this file")
     options = parser.parse_args(arguments)
@@ -219,9 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     networks = reason is None
     if reason:
         print(f"without partitions: {reason}")
-    steps = max(10, int(options.minutes * 60 * _SHARE / options.pace))
-    count = max(4, round(options.minutes / 60 * options.per_hour))
-    plan = make_plan(steps, count, options.seed, networks=networks)
+    steps = max(10, int(options.minutes * 60 * _SHARE / PACE))
+    count = max(4, round(options.minutes / 60 * FAULTS))
+    plan = make_plan(steps, count, networks=networks)
     with contextlib.ExitStack() as stack:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
         # Where there is no folder in memory, another one does, and takes longer.
@@ -230,17 +225,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quiet, faulty = (os.path.join(folder, name) for name in ("quiet", "faults"))
         for name in (quiet, faulty):
             os.makedirs(name)
-        undisturbed = Settings(quiet, steps, pace=options.pace, paced=PACED, disk_every=100)
+        undisturbed = Settings(quiet, steps, pace=PACE, paced=PACED, disk_every=100)
         settings = replace(undisturbed, folder=faulty, plan=plan, memory=memory, paced=None)
         if networks:
             settings = replace(settings, outside=partition.network())
         limit = 60 * (2 * options.minutes + 3)
         print(f"{steps} steps without faults, the first {PACED} at the pace", flush=True)
         reference = soak(undisturbed, limit, networks=False)
-        print(f"{count} faults in {steps} steps of at least {options.pace} s", flush=True)
+        print(f"{count} faults in {steps} steps of at least {PACE} s", flush=True)
         found = soak(settings, limit, networks=networks)
     rows = compare(found, reference, plan)
-    text = report(found, reference, rows, plan, options)
+    text = report(found, reference, rows, plan)
     print(text)
     if options.write:
         options.write.write_text(text)

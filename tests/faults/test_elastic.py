@@ -190,7 +190,7 @@ def test_a_short_soak(tmp_path: pathlib.Path) -> None:
     result = tmp_path / "result.md"
     arguments = ["--minutes", "1", "--folder", str(tmp_path), "--write", str(result)]
     # Starting again takes too large a part of a minute for the goodput that is asked for.
-    assert soak.main([*arguments, "--seed", "1"]) in (0, 2)
+    assert soak.main(arguments) in (0, 2)
     text = result.read_text()
     assert "the same bits as without faults | yes |" in text
     assert "| faults that happened | 4 | all 4 | yes |" in text
