@@ -53,7 +53,7 @@ docs: $(DEV_STAMP) ## build the documentation and the API reference in site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "See site/index.html; $(VENV)/bin/python -m mkdocs serve shows changes while you write"
 
-soak: $(DEV_STAMP) ## train for half an hour while processes are killed, stopped and cut off
+soak: $(DEV_STAMP) ## train for half an hour while processes are killed and stopped
 	@$(VENV)/bin/python -m tests.faults.soak --minutes 30 --write docs/measurements/soak.md
 
 format: $(DEV_STAMP) ## format the code

@@ -54,15 +54,11 @@ def free_port() -> int:
 
 
 class RankFailed(Exception):
-    """What happened in the workers; the cause of the exception that a test gets."""
+    """What happened in the workers: the cause of an exception, or stands for an unpicklable one."""
 
 
 class RankDied(Exception):
     """A worker ended, or had to be ended since it took too long."""
-
-
-class _Foreign(Exception):
-    """Stands for an exception that can't be pickled."""
 
 
 @dataclass
@@ -342,4 +338,4 @@ def _pickled(reply: _Reply) -> bytes:
         text = f"the result can't be pickled: {failure}"
         if reply.error is not None:
             text = f"{type(reply.error).__name__}: {reply.error}"
-        return pickle.dumps(_Reply(error=_Foreign(text), trace=reply.trace or text))
+        return pickle.dumps(_Reply(error=RankFailed(text), trace=reply.trace or text))

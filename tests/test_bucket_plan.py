@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -38,10 +38,11 @@ tensors = st.lists(
 limits = st.lists(st.integers(0, 400) | st.just(sys.maxsize), min_size=1, max_size=4)
 
 
+Arguments: TypeAlias = tuple[list[Tensor], list[int], list[bool], list[int]]
+
+
 @st.composite
-def arguments(
-    draw: st.DrawFn, with_indices: bool
-) -> tuple[list[Tensor], list[int], list[bool], list[int]]:
+def arguments(draw: st.DrawFn, with_indices: bool) -> Arguments:
     given = draw(tensors)
     expect_sparse = draw(st.just([]) | st.lists(st.booleans(), min_size=len(given)))
     indices = draw(st.permutations(range(len(given)))) if with_indices else []
@@ -54,16 +55,12 @@ def torchs(*args: Any) -> tuple[list[list[int]], list[int]]:
 
 
 @given(arguments(with_indices=False))
-def test_assignment_equals_torchs(
-    args: tuple[list[Tensor], list[int], list[bool], list[int]],
-) -> None:
+def test_assignment_equals_torchs(args: Arguments) -> None:
     assert compute_bucket_assignment_by_size(*args) == torchs(*args)
 
 
 @given(arguments(with_indices=True))
-def test_assignment_in_order_of_arrival_equals_torchs(
-    args: tuple[list[Tensor], list[int], list[bool], list[int]],
-) -> None:
+def test_assignment_in_order_of_arrival_equals_torchs(args: Arguments) -> None:
     """Only the order of what did not become full is ours: torch's is that of a hash map."""
     given, _, _, indices = args
     sizes = {index: t.numel() * t.element_size() for index, t in zip(indices, given, strict=True)}
@@ -147,7 +144,7 @@ def test_plan(
 
 @given(arguments(with_indices=True), st.integers(0, 200))
 def test_plan_from_the_registration_order_is_that_of_torchs_wrapper(
-    args: tuple[list[Tensor], list[int], list[bool], list[int]], first: int
+    args: Arguments, first: int
 ) -> None:
     given, (cap, *_), expect_sparse, _ = args
     buckets, _ = torchs(given, [first, cap] if first < cap else [cap], expect_sparse)

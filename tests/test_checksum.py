@@ -52,21 +52,16 @@ def test_what_would_add_up_to_nothing() -> None:
         assert of(first, second, third) != of(second, first, third), "exchanged tensors"
 
 
-def test_memory_that_begins_anywhere() -> None:
+def test_memory_that_begins_anywhere_in_any_order() -> None:
     """Parameters of a flat buffer begin at any element; large ones are read where they are."""
     memory = torch.randn(LARGE // 2 + 9).bfloat16()
     for offset in range(9):
         values = memory[offset : offset + LARGE // 2]
-        assert values.nbytes == LARGE
         assert of(values, values[1:]) == of(values.clone(), values[1:].clone())
-
-
-def test_strides_and_lazy_values() -> None:
-    values = torch.randn(4, 6, dtype=torch.complex64)
-    assert of(values.t()) == of(values.t().contiguous())
-    for lazy in (values.conj(), values.conj().imag):
-        assert of(lazy) == of(lazy.resolve_conj().resolve_neg())
-    assert of(values.conj()) != of(values)
+    turned = torch.randn(4, 6, dtype=torch.complex64).t()
+    for lazy in (turned, turned.conj(), turned.conj().imag):
+        assert of(lazy) == of(lazy.resolve_conj().resolve_neg().contiguous())
+    assert of(turned.conj()) != of(turned)
     assert of() == of()
 
 

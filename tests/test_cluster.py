@@ -1,4 +1,4 @@
-"""The processes in which functions of tests run."""
+"""What goes wrong in the processes in which functions of tests run comes back."""
 
 from __future__ import annotations
 
@@ -6,21 +6,11 @@ import os
 import threading
 import time
 import warnings
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.cluster import Cluster, RankDied
-
-
-def describe(rank: int, world_size: int, factor: float) -> list[Any]:
-    """The process, its first random number, and a sum over all where there is a group."""
-    total = torch.full((3,), rank * factor)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return [os.getpid(), torch.rand(()).item(), torch.accelerator.device_count(), total.tolist()]
 
 
 class Unpicklable(Exception):
@@ -48,22 +38,6 @@ def fail(rank: int, world_size: int, how: str) -> str:
     if how == "is awaited":
         dist.barrier()
     return "fine"
-
-
-def test_processes_serve_again_and_again(cluster: Cluster) -> None:
-    torch.manual_seed(0)
-    number = torch.rand(()).item()
-    processes: list[int] = []
-    for world_size in (3, 2, 1):
-        found = cluster.run(describe, world_size, 2.0)
-        assert [each[1:] for each in found] == [
-            [number, 0, [2.0 * sum(range(world_size))] * 3]
-        ] * world_size
-        processes = processes or [each[0] for each in found]
-        assert [each[0] for each in found] == processes[:world_size]
-    assert len({*processes, os.getpid()}) == 4
-    alone = cluster.run(describe, 2, 2.0, init_group=False, virtual=True)
-    assert [each[2:] for each in alone] == [[4, [0.0] * 3], [4, [2.0] * 3]]
 
 
 @pytest.mark.parametrize(

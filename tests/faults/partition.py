@@ -12,16 +12,15 @@ import functools
 import multiprocessing
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
 from tests import forkserver
@@ -31,27 +30,13 @@ _PARENT_DEATH_SIGNAL = 1
 
 
 @functools.cache
-def obstacle() -> str | None:
-    """Why this machine cannot do this; ``None`` if it can."""
-    if sys.platform != "linux":
-        return f"network namespaces are Linux's; this is {sys.platform}"
-    missing = [name for name in ("ip", "unshare") if shutil.which(name) is None]
-    if missing:
-        return f"network namespaces need the commands ip and unshare; missing: {missing}"
-    script = "ip link add name a1 type veth peer name a2"
-    done = subprocess.run(["unshare", "-rn", "sh", "-c", script], capture_output=True, text=True)
-    if done.returncode:
-        return f"this user may not make a network of its own: {done.stderr.strip()}"
-    return None
-
-
 def require() -> None:
-    """Skip the test where :func:`obstacle` names one."""
-    # Late: processes of a training import this file.
-    import pytest
-
-    if reason := obstacle():
-        pytest.skip(reason)
+    """Skip the test where this machine cannot do this."""
+    command = ["unshare", "-rn", "ip", "link", "add", "a1", "type", "veth", "peer", "name", "a2"]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network of one's own here: {error} {getattr(error, 'stderr', '')}")
 
 
 def run(function: Callable[..., Any], *args: object, timeout: float = 60.0) -> list[Any]:
@@ -99,24 +84,6 @@ def cut() -> None:
 def heal(rank: int) -> None:
     """Connect this process, for the first time or again."""
     _sh(f"ip address add {address(rank)}/24 dev eth0")
-
-
-def network() -> str:
-    """Which network this process has: a name that no other network has."""
-    return os.readlink("/proc/self/ns/net")
-
-
-def cut_loopback(seconds: float, outside: str) -> None:
-    """Take the interface down over which all processes of this network talk, for a while.
-
-    Args:
-        seconds: For how long.
-        outside: The :func:`network` of the machine, which must not be this one.
-    """
-    if network() == outside:
-        raise RuntimeError("this is the machine's own network; start within `unshare -rn`")
-    again = f"ip link set dev lo down; sleep {seconds}; ip link set dev lo up"
-    _sh(f"setsid --fork sh -c '{again}' > /dev/null 2>&1 < /dev/null")
 
 
 # --- in the processes ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Trains for half an hour while something goes wrong every few seconds.
 
 ``python -m tests.faults.soak --minutes 30`` starts a training of two processes by torchrun, lets
-them be killed, stopped and cut off, and raise, and shows how it gets on. Nobody helps it. Before,
+them be killed and stopped, raise and exit, and shows how it gets on. Nobody helps it. Before,
 the same training runs without faults: the weights of both must be the same, bit for bit, and its
 first steps tell how long a step takes.
 """
@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.cluster import free_port
-from tests.faults import partition
 from tests.faults.training import Fault, Settings, journal, started, torchrun
 
 PROCESSES = 2
@@ -47,16 +46,16 @@ _SHARE = 0.85
 _REPORT = 10.0
 
 
-def make_plan(steps: int, count: int, *, networks: bool) -> list[Fault]:
+def make_plan(steps: int, count: int) -> list[Fault]:
     """Faults of all kinds in turn, at random steps of equal parts of the training."""
     draw = random.Random(0)
-    kinds = ["kill", "raise", "stop", *(["loopback"] if networks else []), "exit"]
+    kinds = ["kill", "raise", "stop", "exit"]
     plan = []
     for number in range(count):
         kind = kinds[number % len(kinds)]
         step = (number * steps + draw.randrange(max(1, steps - steps // 4))) // count
         # Shorter than the time limit of a wait: whoever is stopped comes back.
-        seconds = draw.uniform(1.0, 8.0) if kind in ("stop", "loopback") else 0.0
+        seconds = draw.uniform(1.0, 8.0) if kind == "stop" else 0.0
         plan.append(Fault(draw.randrange(PROCESSES), step, kind, seconds))
     return plan
 
@@ -176,14 +175,11 @@ saves nothing to memory. Goodput is the steps times that, over the whole time.
 # --- the run ---------------------------------------------------------------------------------
 
 
-def soak(settings: Settings, limit: float, *, networks: bool) -> Summary:
+def soak(settings: Settings, limit: float) -> Summary:
     """One training with what is planned; shows how it gets on, and returns what happened."""
     options = [f"--nproc-per-node={PROCESSES}", "--master-addr=127.0.0.1"]
     options += [f"--master-port={free_port()}", "--max-restarts=1000000", "--monitor-interval=0.1"]
     command = torchrun(settings, *options)
-    if networks:
-        own = ["unshare", "-rn", "sh", "-c", 'ip link set dev lo up; exec "$@"', "sh"]
-        command = [*own, *command]
     log = pathlib.Path(settings.folder, "log")
     begin = last = time.monotonic()
     with started(command, log) as process:
@@ -210,13 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", help="keep the files here (default: a temporary folder)")
     parser.add_argument("--write", type=pathlib.Path, help="write the result to this file")
     options = parser.parse_args(arguments)
-    reason = partition.obstacle()
-    networks = reason is None
-    if reason:
-        print(f"without partitions: {reason}")
     steps = max(10, int(options.minutes * 60 * _SHARE / PACE))
     count = max(4, round(options.minutes / 60 * FAULTS))
-    plan = make_plan(steps, count, networks=networks)
+    plan = make_plan(steps, count)
     with contextlib.ExitStack() as stack:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
         # Where there is no folder in memory, another one does, and takes longer.
@@ -227,13 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.makedirs(name)
         undisturbed = Settings(quiet, steps, pace=PACE, paced=PACED, disk_every=100)
         settings = replace(undisturbed, folder=faulty, plan=plan, memory=memory, paced=None)
-        if networks:
-            settings = replace(settings, outside=partition.network())
         limit = 60 * (2 * options.minutes + 3)
         print(f"{steps} steps without faults, the first {PACED} at the pace", flush=True)
-        reference = soak(undisturbed, limit, networks=False)
+        reference = soak(undisturbed, limit)
         print(f"{count} faults in {steps} steps of at least {PACE} s", flush=True)
-        found = soak(settings, limit, networks=networks)
+        found = soak(settings, limit)
     rows = compare(found, reference, plan)
     text = report(found, reference, rows, plan)
     print(text)

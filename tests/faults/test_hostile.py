@@ -116,20 +116,6 @@ def test_a_file_of_another_kind_is_rejected(tmp_path: pathlib.Path, which: str, 
     assert torch.equal(other.weight, model.weight)
 
 
-def test_programs_beside_the_data_are_left_alone(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is imported late must not come from where the data is."""
-    folder = tmp_path / "run"
-    save_two(folder)
-    for place in (tmp_path, folder, last(folder)):
-        for name in ("__init__.py", "sitecustomize.py", "torch.py", "safetensors.py", "numpy.py"):
-            (place / name).write_bytes(PAYLOADS["Python"])
-    monkeypatch.chdir(tmp_path)
-    with no_code_from_data():
-        assert checkpoint.load(folder, nn.Linear(3, 2)).step == 2
-
-
 @pytest.mark.parametrize(
     "value",
     [

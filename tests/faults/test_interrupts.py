@@ -112,27 +112,6 @@ def test_ctrl_c_at_any_moment(
         figures.record(what, max(found), "s", limit, repeats=count)
 
 
-def test_ctrl_c_while_a_replica_hears_nothing() -> None:
-    """A long operation cannot be cut short; its thread ends after it, and nobody waits for that."""
-
-    class Sleeps(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            replica = dp.current_replica()
-            if replica is not None and replica.index == 1 and asleep:
-                assert woken.wait(30)
-            return super().forward(x)
-
-    asleep, woken, before = [True], threading.Event(), replica_threads()
-    model = dp.DataParallel(Sleeps(4, 4), ["cpu", "cpu"])
-    assert interrupted(lambda: model(torch.ones(4, 4)), 0.1) < 15
-    assert replica_threads() - before
-    asleep.clear()
-    assert model(torch.ones(4, 4)).shape == (4, 4)
-    woken.set()
-    model.close()
-    assert seconds_until_no_replicas(before) < 10
-
-
 # --- a backward that waits for other processes -------------------------------------------------
 
 

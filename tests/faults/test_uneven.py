@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +18,14 @@ from tests.cluster import Cluster
 from tests.faults.harness import Figures
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """The sizes of the batches, per epoch and process, and how gradients are averaged."""
 
     seed: int
     sizes: list[list[list[int]]]
     replicas: int
     divide: bool
-    average: Any
+    average: str
     options: dict[str, Any]
 
 
@@ -46,13 +44,12 @@ def random_case(seed: int, world_size: int) -> Case:
     average = draw.choice(["processes", "processes", "samples"])
     # The mean over processes is one over samples only where batches are equal.
     size = draw.randrange(2, 7)
-    sizes = [
-        [
-            [draw.randrange(2, 7) if average == "samples" else size for _ in range(number)]
-            for number in (draw.randrange(11) for _ in range(world_size))
-        ]
-        for _ in range(2)
-    ]
+
+    def batches() -> list[int]:
+        draws = range(draw.randrange(11))
+        return [draw.randrange(2, 7) if average == "samples" else size for _ in draws]
+
+    sizes = [[batches() for _ in range(world_size)] for _ in range(2)]
     divide = average == "processes" and draw.random() < 0.5
     return Case(seed, sizes, draw.choice([1, 2]), divide, average, draw.choice(OPTIONS))
 
@@ -74,9 +71,8 @@ def train(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
     found = []
     for case in cases:
         net, optimizer = begin(case)
-        model = dp.DistributedDataParallel(
-            net, ["cpu"] * case.replicas, average=case.average, **case.options
-        )
+        options: dict[str, Any] = {"average": case.average, **case.options}
+        model = dp.DistributedDataParallel(net, ["cpu"] * case.replicas, **options)
         for sizes in case.sizes:
             with model.join(case.divide, step=optimizer.step):
                 for step, size in enumerate(sizes[rank]):

@@ -28,7 +28,6 @@ import dataparallel as dp
 from dataparallel import checkpoint
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.extras.checkpoint import CheckpointError
-from tests.faults import partition
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Seconds until a process that waits for more of them gives up.
@@ -48,8 +47,8 @@ class Fault:
     """One thing that goes wrong, once: what it is, in which rank, at which step.
 
     Attributes:
-        kind: "raise", "exit", "kill" (SIGKILL), "stop" (SIGSTOP), or "loopback" (the network).
-        seconds: How long a stop or a cut lasts.
+        kind: "raise", "exit", "kill" (SIGKILL), or "stop" (SIGSTOP).
+        seconds: How long a stop lasts.
     """
 
     rank: int
@@ -60,8 +59,8 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.kind} {self.rank} {self.step}"
 
-    def happen(self, outside: str) -> None:
-        """Let it happen; ``outside`` is the network in which nothing may be cut."""
+    def happen(self) -> None:
+        """Let it happen."""
         if self.kind == "raise":
             raise InjectedError(f"injected in rank {self.rank} at step {self.step}")
         if self.kind == "exit":
@@ -73,8 +72,6 @@ class Fault:
             quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             subprocess.run(["setsid", "--fork", "sh", "-c", again], check=True, **quiet)
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.kind == "loopback":
-            partition.cut_loopback(self.seconds, outside)
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,6 @@ class Settings:
         paced: How many steps keep the pace; the others take as long as they need. Default: all.
         disk_every: Steps between two generations on the disk.
         timeout: Seconds that a process waits for the others.
-        outside: The network of the machine, in which nothing is cut.
         needed: With fewer processes the second half is not begun; torchrun ends the wait.
     """
 
@@ -102,7 +98,6 @@ class Settings:
     paced: int | None = None
     disk_every: int = 3
     timeout: float = 20.0
-    outside: str = ""
     needed: int = 1
 
     def write(self) -> None:
@@ -223,7 +218,7 @@ class Training:
             if (fault.rank, fault.step) == (self._rank, step) and str(fault) not in done:
                 with open(happened, "ab", buffering=0) as file:
                     file.write(f"{fault}\n".encode())
-                fault.happen(self._settings.outside)
+                fault.happen()
 
     def _state(self) -> tuple[Any, ...]:
         return self._model, self._optimizer, self._scheduler
