@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 
 # What the functions of most tests import. An optimizer imports the compiler; that alone takes
 # longer than all the others.
-_IMPORTED = ["tests.cluster", "tests.kernels.guarded", "torch._dynamo", "hypothesis", "pytest"]
+_IMPORTED = ["tests.cluster", "tests.kernels.host_backend", "torch._dynamo", "hypothesis", "pytest"]
 
 
 def context() -> ForkServerContext | SpawnContext:

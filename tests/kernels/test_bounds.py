@@ -1,22 +1,87 @@
-"""No kernel reads or writes an element that is not its own, at any size and alignment."""
+"""Kernels stay within their tensors, at any size and alignment; and mistakes of one are seen.
+
+Tensors lie between pages that may not be touched: a kernel that leaves one ends its process.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import itertools
+import mmap
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from dataparallel import kernels
-from dataparallel.kernels import backend
+from dataparallel.kernels import backend, compiler
 from dataparallel.kernels.memory import SUFFIXES
-from tests.kernels.guarded import OUT_OF_BOUNDS, exit_status, guarded
+from tests import forkserver
 from tests.kernels.host_backend import HostBackend, library_of
 
+# How a process ends that touches what it may not, that does what C++ does not define, or raises.
+OUT_OF_BOUNDS, UNDEFINED, FAILED = -11, -4, 1
+
 SIZES = [0, 1, 3, 7, 8, 9, 17, 255, 257, 2051, 8191, 8205]
+_PROT_NONE, _PROT_READ = 0, 1
+
+
+def guarded(
+    values: torch.Tensor, side: str = "end", offset: int = 0, *, read_only: bool = False
+) -> torch.Tensor:
+    """A copy of a dense tensor, with its strides, directly at a page that may not be touched.
+
+    Args:
+        side: Whether the copy ends at such a page or begins at one. At an end its alignment is that
+            of its size.
+        offset: How many elements from the page it lies, to have all alignments at a begin.
+        read_only: Whether writes to the copy are caught too.
+    """
+    page, size = mmap.PAGESIZE, values.element_size()
+    distance = offset * size
+    length = -(-(values.nbytes + distance) // page) * page or page
+    memory = mmap.mmap(-1, length + 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = page + distance if side == "begin" else page + length - distance - values.nbytes
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    copy = whole[begin : begin + values.nbytes].view(values.dtype)
+    copy = copy.as_strided(values.shape, values.stride())
+    copy.copy_(values)
+    _protect(address, page, _PROT_NONE)
+    _protect(address + page + length, page, _PROT_NONE)
+    if read_only:
+        _protect(address + page, length, _PROT_READ)
+    return copy
+
+
+def _protect(address: int, length: int, protection: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    status = libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), protection)
+    assert status == 0, ctypes.get_errno()
+
+
+def exit_status(function: Callable[..., object], *args: Any) -> int | None:
+    """How a process of its own ends that runs a function, with kernels for CPU tensors."""
+    process = forkserver.context().Process(target=_child, args=(function, args))
+    process.start()
+    process.join(200)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def _child(function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    with backend.registered([HostBackend()]):
+        function(*args)
+
+
+# --- the kernels -------------------------------------------------------------------------------
 
 
 def _places(values: torch.Tensor, *, read_only: bool = False) -> Iterator[torch.Tensor]:
@@ -83,44 +148,79 @@ def _fingerprint() -> None:
     _launched("fingerprint", 100)
 
 
-@pytest.mark.parametrize("cases", [_reduce_add, _flatten, _fingerprint])
-def test_kernels_stay_within_their_tensors(cases: Callable[[], None]) -> None:
-    assert exit_status(cases) == 0
+@pytest.mark.parametrize("function", [_reduce_add, _flatten, _fingerprint])
+def test_kernels_stay_within_their_tensors(function: Callable[[], None]) -> None:
+    assert exit_status(function) == 0
 
 
-# --- whether accesses out of bounds are noticed ------------------------------------------------
+# --- mistakes of a kernel ----------------------------------------------------------------------
 
-# Copies one byte from here to there.
-_COPY = """
-constexpr int THREADS = 256;
-struct Copy { const char* from; char* to; };
-KERNEL(copy, Copy) { if (threadIdx.x == 0) { *p.to = *p.from; } }
-"""
+THREADS = 256
+_DECLARATIONS = (
+    (compiler.FOLDER / "kernel.cuh")
+    .read_text(encoding="utf-8")
+    .replace("#pragma once", "struct Test { int* from; int* to; };")
+)
 
 
-class _Copy(ctypes.Structure):
+class _Parameters(ctypes.Structure):
     _fields_ = (("source", ctypes.c_void_p), ("target", ctypes.c_void_p))
 
 
-def _copy(side: str, read_only: bool, source_place: int, target_place: int) -> None:
-    source = guarded(torch.ones(9, dtype=torch.uint8), "begin" if side == "begin" else "end")
-    target = guarded(source, "begin" if side == "begin" else "end", read_only=read_only)
-    parameters = _Copy(source.data_ptr() + source_place, target.data_ptr() + target_place)
-    assert library_of(_COPY, "copy").copy(1, 0, ctypes.byref(parameters)) == 0
+def _run(body: str, schedule: int = 0) -> list[int]:
+    """What a kernel writes whose thread is t: ``to`` fills a page, and ``from`` is read-only."""
+    start = "[[maybe_unused]] const int t = threadIdx.x; [[maybe_unused]] int* to = p.to;"
+    text = _DECLARATIONS + f"KERNEL(test, Test) {{ {start} {body} }}"
+    to = guarded(torch.zeros(mmap.PAGESIZE // 4, dtype=torch.int32))
+    given = guarded(to, read_only=True)
+    parameters = _Parameters(given.data_ptr(), to.data_ptr())
+    status = library_of(text, "test").test(1, schedule, ctypes.byref(parameters))
+    assert status == 0, "not all threads have reached a barrier"
+    return to[:THREADS].tolist()
 
 
-@pytest.mark.parametrize(
-    ("side", "read_only", "places", "status"),
-    [
-        pytest.param("end", False, (8, 8), 0, id="all within"),
-        pytest.param("end", False, (9, 0), OUT_OF_BOUNDS, id="one read behind the end"),
-        pytest.param("end", False, (0, 9), OUT_OF_BOUNDS, id="one write behind the end"),
-        pytest.param("begin", False, (-1, 0), OUT_OF_BOUNDS, id="one read before the begin"),
-        pytest.param("begin", False, (0, -1), OUT_OF_BOUNDS, id="one write before the begin"),
-        pytest.param("end", True, (0, 0), OUT_OF_BOUNDS, id="a write to an input"),
-    ],
-)
-def test_one_element_too_far_ends_the_process(
-    side: str, read_only: bool, places: tuple[int, int], status: int
-) -> None:
-    assert exit_status(_copy, side, read_only, *places) == status
+def _exchange(between: str) -> str:
+    return f"""
+      __shared__ int values[THREADS];
+      values[t] = t;
+      {between}
+      to[t] = values[THREADS - 1 - t];
+    """
+
+
+def test_results_depend_on_the_schedule_where_a_barrier_is_missing() -> None:
+    schedules = [0, 1, 5]
+    good = [_run(_exchange("__syncthreads();"), schedule) for schedule in schedules]
+    assert good == [list(range(THREADS))[::-1]] * 3
+    found = [_run(_exchange(""), schedule) for schedule in schedules]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
+
+
+MISTAKES = {
+    "none": ("to[1023 - t] = p.from[1023 - t] + to[t];", 0),
+    "reads behind the end": ("to[t] = to[769 + t];", OUT_OF_BOUNDS),
+    "writes behind the end": ("to[769 + t] = 1;", OUT_OF_BOUNDS),
+    "writes before the begin": ("to[t - 1] = 1;", OUT_OF_BOUNDS),
+    "writes to an input": ("p.from[t] = 1;", OUT_OF_BOUNDS),
+    "more local memory than a stack has": (
+        "volatile char much[80000]; for (volatile char& c : much) { c = t; } to[0] = much[t];",
+        OUT_OF_BOUNDS,
+    ),
+    "16 bytes from another address": ("to[t] = load_aligned(to + 1).at[0];", UNDEFINED),
+    "a sum that overflows": ("to[0] = 2147483647 + t;", UNDEFINED),
+    "NaN as an integer": ("float zero = t; to[0] = int(zero / zero);", UNDEFINED),
+    "an array's end": ("int many[8] = {}; many[t % 8] = t; to[0] = many[t];", UNDEFINED),
+    "some threads end": ("if (t < 100) { __syncthreads(); } to[t] = 1;", FAILED),
+    "one thread misses its warp": ("if (t != 40) { __syncwarp(); }", FAILED),
+    "barriers in two branches": (
+        "if (t < 128) {\n __syncthreads();\n } else {\n __syncthreads();\n }",
+        FAILED,
+    ),
+    "shared memory that nobody wrote": ("__shared__ float x; to[t] = int(x); x = t;", UNDEFINED),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake: str) -> None:
+    body, status = MISTAKES[mistake]
+    assert exit_status(_run, body) == status

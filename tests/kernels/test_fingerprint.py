@@ -30,11 +30,6 @@ def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return data.view(dtype).view(shape)
 
 
-def one(tensor: Tensor) -> int:
-    (number,) = kernels.fingerprint([tensor]).tolist()
-    return int(number)
-
-
 def mixed(word: int) -> int:
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         word = (word ^ word >> 32) * factor % 2**64
@@ -87,14 +82,12 @@ def test_lists_of_bytes(sizes: list[int], offset: int, schedule: int, at_once: i
         assert kernels.fingerprint(tensors).tolist() == wanted
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_dtypes_and_alignments(either: str, dtype: torch.dtype) -> None:
-    memory = random((5000 + 17,), dtype)
-    tensors = [memory[i : i + 5000] for i in range(17)]
+def test_all_dtypes(either: str) -> None:
+    tensors = [random((501,), dtype)[1:] for dtype in DTYPES]
     assert kernels.fingerprint(tensors).tolist() == list(map(of, tensors))
 
 
-@pytest.mark.parametrize("count", [0, 1, 480, 481, 961])
+@pytest.mark.parametrize("count", [0, 1, 480, 481])
 def test_lists_of_any_length(host_kernels: HostBackend, count: int) -> None:
     tensors = [random((i % 7,), torch.int16) for i in range(count)]
     numbers = kernels.fingerprint(tensors)
@@ -150,20 +143,14 @@ def test_strides_do_not_count(either: str, dtype: torch.dtype, layout: str) -> N
     values = torch.randint(100, (4, 6, 5)).to(dtype)
     with torch.inference_mode(layout == "permuted"):
         laid_out = LAYOUTS[layout](values.real if dtype.is_complex else values)
-        plain = (
-            laid_out.detach()
-            .resolve_conj()
-            .resolve_neg()
-            .clone(memory_format=torch.contiguous_format)
-        )
+        plain = laid_out.detach().resolve_conj().resolve_neg()
         numbers = kernels.fingerprint([laid_out])
     assert not numbers.requires_grad
-    assert numbers.tolist() == [of(plain)]
+    assert numbers.tolist() == [of(plain.clone(memory_format=torch.contiguous_format))]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
-def test_the_same_on_another_device(dtype: torch.dtype) -> None:
-    values = [random((3, 50), dtype), random((0,), dtype), random((), dtype)]
+def test_the_same_on_another_device() -> None:
+    values = [random((3, 50), torch.bool), random((0,), torch.float32), random((), torch.cfloat)]
     moved = kernels.fingerprint([value.to("virtual:1") for value in values])
     assert moved.device == torch.device("virtual:1")
     assert moved.tolist() == kernels.fingerprint(values).tolist()
@@ -188,7 +175,7 @@ BAD: dict[str, Callable[[Tensor], list[Tensor]]] = {
 def test_bad_inputs(either: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kernels.fingerprint(BAD[message](torch.ones(2)))
-    assert one(torch.ones(0)) == 0
+    assert kernels.fingerprint([torch.ones(0)]).tolist() == [0]
 
 
 def test_replicas_are_compared_by_the_kernel(host_kernels: HostBackend) -> None:

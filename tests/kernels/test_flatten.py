@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import itertools
 import math
@@ -237,29 +236,20 @@ def test_every_number_of_16_bits_is_widened_and_rounded_as_torch_does(
 
 @pytest.mark.parametrize("num", [480, 481, 1000])
 def test_long_lists(host_kernels: HostBackend, num: int) -> None:
-    tensors: list[torch.Tensor | None] = [torch.full((i % 5,), float(i)) for i in range(1, num + 1)]
-    expected = torch.cat([tensor for tensor in tensors if tensor is not None])
+    tensors = [torch.full((i % 5,), float(i)) for i in range(1, num + 1)]
+    expected = torch.cat(tensors)
     bucket = torch.zeros(len(expected))
-    views = list(bucket.split([i % 5 for i in range(1, num + 1)]))
     assert torch.equal(flatten(tensors, bucket), expected)
     assert host_kernels.launches == ["flatten_bits_4"] * -(-num // 480)
-    targets = [torch.zeros_like(view) for view in views]
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
     unflatten(bucket, targets, 2.0)
     assert torch.equal(torch.cat(targets), 2 * expected)
-    tensors[num - 1] = tensors[3] = None
-    flatten(tensors, bucket, views=views)
-    for view, tensor in zip(views, tensors, strict=True):
-        assert torch.equal(view, torch.zeros_like(view) if tensor is None else tensor)
 
 
 def test_nothing_to_copy(either: str) -> None:
     flatten([], torch.empty(0))
     unflatten(torch.empty(0), [])
     flatten([torch.empty(0, 3)], torch.empty(0), 2.0)
-    bucket = torch.ones(MARGIN)
-    unflatten(bucket, [None], views=[bucket])
-    flatten([None], bucket, views=[bucket])
-    assert not bucket.any()
 
 
 # --- plans -----------------------------------------------------------------------------------
@@ -293,18 +283,11 @@ def test_a_layout_uploads_each_plan_once(host_kernels: HostBackend, uploads: lis
         unflatten(bucket, tensors, views=layout)
     assert uploads == [3]
     assert len(host_kernels.launches) == 12
-    changes: list[Callable[[], torch.Tensor]] = [
-        lambda: torch.randn(3, 4),
-        lambda: torch.randn(4, 3).t().bfloat16(),
-        lambda: torch.randn(3, 8)[:, ::2],
-        lambda: torch.randn(1, 4).expand(3, 4),
-    ]
-    for n, change in enumerate(changes):
+    for n, dtype in enumerate((torch.float32, torch.bfloat16), start=2):
         for _ in range(2):
-            first = change()
-            flatten([first, None, None], bucket, views=layout)
+            flatten([first := torch.randn(3, 4).to(dtype), None, None], bucket, views=layout)
             assert torch.equal(views[0], first.float())
-        assert uploads == [3] * (n + 2)
+        assert uploads == [3] * n
 
 
 def test_a_layout_serves_other_buckets(either: str) -> None:
@@ -312,18 +295,11 @@ def test_a_layout_serves_other_buckets(either: str) -> None:
     layout = BucketLayout(first, [first[:6].view(3, 2).t(), first[7:]])
     tensors = [torch.randn(2, 3), torch.randn(5)]
 
-    def serve(other: torch.Tensor) -> None:
-        for _ in range(10):
-            flatten(tensors, other, 2.0, views=layout)
-            assert not first.any()
-            for view, tensor in zip(layout.views_of(other), tensors, strict=True):
-                assert view.dtype == other.dtype
-                assert torch.equal(view, 2 * tensor.to(other.dtype))
-
-    # In threads, too.
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        others = (torch.zeros(15)[3:], torch.zeros(12).double(), torch.zeros(12))
-        list(pool.map(serve, others, timeout=100))
+    for other in (torch.zeros(15)[3:], torch.zeros(12).double(), torch.zeros(12)):
+        flatten(tensors, other, 2.0, views=layout)
+        assert not first.any()
+        for view, tensor in zip(layout.views_of(other), tensors, strict=True):
+            assert torch.equal(view, 2 * tensor.to(other.dtype))
 
 
 def test_plans_are_limited_and_die_with_their_layout(
@@ -368,8 +344,6 @@ def test_what_is_not_plain_memory(either: str) -> None:
     flatten([leaf], bucket)
     assert leaf.tolist() == [1] * 4
     assert leaf._version > before[0] and bucket._version > before[1]
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Ss]parse"):
-        unflatten(bucket, [torch.tensor([0.0, 3.0, 0.0, 5.0]).to_sparse()])
     with torch.inference_mode():
         inferred = flatten([torch.ones(3)], torch.zeros(3))
     assert inferred.tolist() == [1, 1, 1]
@@ -385,10 +359,8 @@ INTEGERS = torch.ones(6, dtype=torch.int32)
 BAD: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda b: flatten([b[:5]], b.view(2, 3)), r"one dimension.*\[2, 3\].*view\(-1\)"),
     (lambda b: flatten([b[:3]], b[::2]), "strides .2."),
-    (lambda b: flatten([torch.ones(5)], b), "tensors have 5 elements, but the bucket has 6"),
     (lambda b: unflatten(b, [torch.ones(7)]), "tensors have 7 elements, but the bucket has 6"),
     (lambda b: flatten([None, torch.ones(6)], b), "is None.*give views"),
-    (lambda b: unflatten(b, [None, torch.ones(6)]), "is None.*give views"),
     (lambda b: flatten([torch.ones(6)], b, views=[b[:3], b[3:]]), "1 tensors, but 2 views"),
     (
         lambda b: flatten([torch.ones(3), torch.ones(3, 1)], b, views=[b[:3], b[3:]]),
@@ -397,12 +369,10 @@ BAD: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda b: flatten([None], b, views=[torch.ones(6)]), "view 0 .* is not a part of the bucket"),
     (lambda b: flatten([None], b[:3], views=[b[2:5]]), "view 0 .* is not a part of the bucket"),
     (lambda b: flatten([None], b, views=[b.view(torch.int32)]), "view 0 .* not a part"),
-    (lambda b: flatten([None], b, views=[b[::2]]), "view 0 .* leave gaps or overlap"),
     (lambda b: flatten([None], b, views=[b[:1].expand(3)]), "view 0 .* leave gaps or overlap"),
     (_overlapping, "views 0 and 1 overlap.*ends at element 4.*begins at 3"),
     (lambda b: flatten([b], torch.ones(7), views=BucketLayout(b, [b])), "of 6 elements.* has 7"),
     (lambda b: flatten([torch.ones(6)], INTEGERS.clone(), 0.5), "can't be cast"),
-    (lambda b: unflatten(b, [INTEGERS.clone()], 0.5), "can't be cast"),
     (lambda b: flatten([torch.ones(6).to(torch.complex64)], b), "complex numbers and real ones"),
     (lambda b: unflatten(b, [torch.ones(1).expand(6)]), "single memory location"),
 ]

@@ -95,23 +95,15 @@ def test_training_over_processes(cluster: Cluster, replicas: int) -> None:
     cluster.run(_train_in_both_ways, 2, replicas)
 
 
-class Loading(HostBackend):
-    """Notes what is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: set[tuple[str, str]] = set()
-
-    def load(self, device: torch.device, source: str) -> None:
-        self.loaded.add((str(device), source))
-
-
 @pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
-def test_kernels_are_loaded_when_a_wrapper_is_built(wrapper: Any) -> None:
-    backend = Loading()
-    with registered([backend]):
-        kernels.warm_up(torch.device("virtual:0"))
-        wrapper(nn.Linear(2, 2), ["cpu"]).close()
-        assert not backend.loaded, "one replica alone launches nothing"
-        wrapper(nn.Linear(2, 2), ["cpu", "cpu", "virtual:1"]).close()
-    assert backend.loaded == {("cpu", "flatten"), ("cpu", "reduce_add")}
+def test_kernels_are_loaded_when_a_wrapper_is_built(
+    wrapper: Any, host_kernels: HostBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = set()
+    monkeypatch.setattr(host_kernels, "load", lambda *what: loaded.add(what))
+    kernels.warm_up(torch.device("virtual:0"))
+    wrapper(nn.Linear(2, 2), ["cpu"]).close()
+    assert not loaded, "one replica alone launches nothing"
+    wrapper(nn.Linear(2, 2), ["cpu", "cpu", "virtual:1"]).close()
+    cpu = torch.device("cpu")
+    assert loaded == {(cpu, "flatten"), (cpu, "reduce_add")}

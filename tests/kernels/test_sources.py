@@ -63,26 +63,6 @@ def test_a_source_is_one_text_with_kernels_of_its_own(name: str) -> None:
     assert others.isdisjoint(kernels_of(name))
 
 
-def test_a_header_comes_where_it_is_included_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.cuh").write_text("#pragma once\nint a;\n")
-    (tmp_path / "b.cuh").write_text('#pragma once\n#include "a.cuh"\nint b;\n')
-    (tmp_path / "main.cu").write_text('// Main.\n#include "b.cuh"\n#include "a.cuh"\nint c;\n')
-    monkeypatch.setattr(compiler, "FOLDER", tmp_path)
-    compiler.source_text.cache_clear()
-    try:
-        text = compiler.source_text("main")
-    finally:
-        compiler.source_text.cache_clear()
-    assert [line for line in text.splitlines() if line] == [
-        "// Main.",
-        "int a;",
-        "int b;",
-        "int c;",
-    ]
-
-
 def test_a_wheel_has_the_sources() -> None:
     tomllib = pytest.importorskip("tomllib")
     setup: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"][
@@ -100,8 +80,6 @@ def test_a_wheel_has_the_sources() -> None:
 
 
 # --- NVIDIA's compiler -------------------------------------------------------------------------
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 
 #: A kernel, and the bytes that it keeps outside of registers: by design, and for want of them.
 _PROPERTIES = re.compile(
@@ -124,18 +102,9 @@ def said_by_nvcc(text: str) -> str:
     return done.stdout + done.stderr
 
 
-@needs_nvcc
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on this machine")
 @pytest.mark.parametrize("source", compiler.source_names())
 def test_nvcc_warns_of_nothing_and_keeps_all_in_registers(source: str) -> None:
     said = said_by_nvcc(compiler.source_text(source))
     wanted = [(kernel, "0", "0") for kernel in sorted(kernels_of(source))]
     assert sorted(_PROPERTIES.findall(said)) == wanted, said
-
-
-@needs_nvcc
-def test_warnings_and_the_stack_are_seen() -> None:
-    kernel = 'extern "C" __global__ void kernel(float* x) {{ {} }}'
-    assert "never referenced" in said_by_nvcc(kernel.format("int unused; x[0] = 1;"))
-    fill = "float a[64]; for (int i = 0; i < 64; ++i) a[i] = x[i];"
-    indexed = f"{fill} for (int i = 0; i < 64; ++i) x[i] = a[int(x[64 + i])];"
-    assert _PROPERTIES.findall(said_by_nvcc(kernel.format(indexed))) == [("kernel", "256", "0")]
