@@ -107,5 +107,8 @@ def test_a_machine_that_fails(tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").write_text(text)
     printed, _ = partition.run(lose_a_machine, commands()[0], tmp_path, timeout=150)
     # What rank 0 was about to do differs from time to time.
-    assert re.search(r"CollectiveError: rank 0\b.* rank 1 \(process \d+ on .*\) has ended", printed)
+    named = re.search(
+        r"CollectiveError: rank 0\b.* rank 1 \(process \d+ on .*\) has ended", printed
+    )
+    assert named, printed
     assert "failed (exitcode: 1)" in printed
