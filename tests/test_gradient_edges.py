@@ -1,9 +1,7 @@
-"""Autograd's nodes between the caller and the replicas: values, derivatives, what moves."""
+"""Gradients on their way to the originals: in which order they are added, and what moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,55 +10,15 @@ from torch import Tensor
 
 from dataparallel import comm, virtual
 from dataparallel.comm.local import sums_of
-from dataparallel.graph import functions
-from dataparallel.graph.functions import (
-    Broadcast,
-    Gather,
-    Scatter,
-    connect,
-    plan_buckets,
-)
+from dataparallel.graph.functions import connect, plan_buckets
 
 KIB = 256  # float32 elements
 MIB = 1024 * KIB
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, F64 = torch.float32, torch.float64
 
 
-def apply(function: type[torch.autograd.Function], place: str | Sequence[str], *args: Any) -> Any:
-    """Applies it to devices, as its callers do."""
-    if isinstance(place, str):
-        return functions.apply_function(function, torch.device(place), *args)
-    return functions.apply_function(function, [torch.device(slot) for slot in place], *args)
-
-
-def leaf(slot: str, *shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(shape, dtype=dtype).to(slot).requires_grad_()
-
-
-def test_a_step_over_streams_that_defer() -> None:
-    """Values and gradients are those of the CPU where nothing happens before it is waited for."""
-
-    def step(on: list[str], home: str) -> list[Tensor]:
-        torch.manual_seed(1)
-        # In double precision: the engine adds what its device threads bring in no fixed order.
-        batch, weight, bias = (leaf(home, *shape) for shape in ((16, 8), (8, 8), (8,)))
-        chunks = apply(Scatter, on, [16 // len(on)] * len(on), 0, batch * 2)
-        flat = apply(Broadcast, on, weight * 2, bias * 2)
-        outputs = [
-            (chunk @ w + b).tanh()
-            for chunk, w, b in zip(chunks, flat[::2], flat[1::2], strict=True)
-        ]
-        loss = apply(Gather, home, 0, *outputs).square().sum()
-        first = torch.autograd.grad(loss, (batch, weight, bias), create_graph=True)
-        penalty = sum((gradient.square().sum() for gradient in first), loss)
-        return [t.cpu() for t in torch.autograd.grad(penalty, (batch, weight, bias))]
-
-    expected = step(["cpu"], "cpu")
-    devices = [f"virtual:{i}" for i in range(4)]
-    for home in ("virtual:0", "virtual:2", "cpu"):
-        with virtual.strict_mode():
-            found = step(devices, home)
-        torch.testing.assert_close(found, expected)
+def leaf(slot: str, *shape: int) -> Tensor:
+    return torch.randn(shape).to(slot).requires_grad_()
 
 
 def test_sums_go_in_replica_order(slots: list[str]) -> None:
@@ -73,13 +31,6 @@ def test_sums_go_in_replica_order(slots: list[str]) -> None:
         outputs = [(aliases[i][0] * shares[i].to(slots[i])).sum() for i in order]
         (gradient,) = torch.autograd.grad(outputs, weight, retain_graph=True)
         assert torch.equal(gradient.cpu(), expected)
-
-
-# --- the buckets of the edges --------------------------------------------------------------------
-
-
-def empty(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device="meta")
 
 
 @pytest.mark.parametrize(
@@ -98,11 +49,12 @@ def empty(numel: int, dtype: torch.dtype) -> Tensor:
 def test_plan_buckets(
     sizes: list[tuple[int, torch.dtype]], buckets: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert plan_buckets([empty(*size) for size in sizes]) == buckets
+    tensors = [torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in sizes]
+    assert plan_buckets(tensors) == buckets
 
 
 def test_a_bucket_is_reduced_at_once_and_alone(slots: list[str]) -> None:
-    originals = [leaf(slots[0], size, dtype=F32) for size in (MIB, 5, 6)]
+    originals = [leaf(slots[0], size) for size in (MIB, 5, 6)]
     aliases = connect(comm.broadcast_coalesced(originals, slots[:3]), originals)
     seen: list[list[float]] = []
     originals[1].register_hook(lambda grad: seen.append(grad.tolist()))
@@ -119,7 +71,7 @@ def test_the_bytes_of_the_gradients_move_once() -> None:
     places = ["virtual:0", "virtual:1"]
     # Two buckets, each of one large tensor and two small ones.
     shapes = [(300,), (7, 5), (512, 1024), (3, MIB), (11,), (12,)]
-    originals = [leaf(places[0], *shape, dtype=F32) for shape in shapes]
+    originals = [leaf(places[0], *shape) for shape in shapes]
     num_bytes = sum(original.nbytes for original in originals)
     small_bytes = sum(original.nbytes for original in originals if original.nbytes < MIB)
     aliases = connect(comm.broadcast_coalesced(originals, places), originals)
