@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel.extras.balancing import Balancer
-from dataparallel.monitor import StepMonitor
 from tests.cluster import Cluster
 from tests.test_balance_decisions import record
-from tests.test_balance_memory import Narrow
 
 WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
 #: Seconds per sample of replica 0 and of replica 1, and the batch.
@@ -42,19 +40,14 @@ class Slowed(nn.Module):
         return result
 
 
-def gradients(model: Any, layer: nn.Linear, x: Tensor, y: Tensor, inside: bool) -> list[Tensor]:
+def gradients(
+    model: Any, layer: nn.Linear, x: Tensor, y: Tensor, inside: bool = False
+) -> list[Tensor]:
     layer.zero_grad()
     criterion = nn.CrossEntropyLoss(ignore_index=0)
     loss = model.loss(criterion, x, y) if inside else criterion(model(x), y)
     loss.backward()
     return [p.grad.clone() for p in layer.parameters() if p.grad is not None]
-
-
-def bare_gradients(layer: nn.Linear, x: Tensor, y: Tensor) -> list[Tensor]:
-    bare = copy.deepcopy(layer)
-    bare.zero_grad()
-    nn.CrossEntropyLoss(ignore_index=0)(bare(x), y).backward()
-    return [p.grad for p in bare.parameters() if p.grad is not None]
 
 
 def test_a_replica_that_is_twice_as_slow_holds_up_nobody() -> None:
@@ -70,15 +63,8 @@ def test_a_replica_that_is_twice_as_slow_holds_up_nobody() -> None:
         optimizer.zero_grad()
         return time.perf_counter() - begin
 
-    with StepMonitor(model, publish=False) as monitor:
-        even = min(step() for _ in range(5))
-    straggler = monitor.summary().straggler
-    assert straggler is not None
-    assert straggler.index == 1
+    # Evenly divided it is 12 * SLOW: sleeping takes no less, whatever else the machine does.
     best = 16 * FAST
-    # Sleeping takes no less than that, whatever else the machine does.
-    assert even >= 12 * SLOW
-
     with dataparallel.balance(model, every=4, warmup=1) as balancer:
         deadline = time.monotonic() + 40
         balanced = step()
@@ -102,7 +88,7 @@ def test_gradients_before_and_after(slots: list[str], wrapper: Any, inside: bool
     layer = nn.Linear(3, 4).double().to(slots[0])
     model = wrapper(layer, slots)
     x, y = torch.randn(26, 3).double().to(slots[0]), torch.randint(0, 4, (26,)).to(slots[0])
-    expected = bare_gradients(layer, x, y)
+    expected = gradients(layer, layer, x, y)
     with dataparallel.balance(model, every=2, warmup=0) as balancer:
         torch.testing.assert_close(gradients(model, layer, x, y, inside), expected)
         assert balancer.sizes(26) == (7, 7, 7, 5)
@@ -118,9 +104,8 @@ def _in_processes(rank: int, world_size: int) -> list[tuple[int, ...]]:
     torch.manual_seed(0)
     layer = nn.Linear(3, 4).double()
     data = [(torch.randn(n, 3).double(), torch.randint(1, 4, (n,))) for n in (11, 14)[:world_size]]
-    expected = bare_gradients(
-        layer, torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
-    )
+    whole = [torch.cat(parts) for parts in zip(*data, strict=True)]
+    expected = gradients(layer, layer, *whole)
     model = dataparallel.DistributedDataParallel(
         layer, ["cpu", "cpu"], average="samples", timeout=20.0
     )
@@ -144,53 +129,27 @@ def test_each_process_divides_its_own_batch(cluster: Cluster) -> None:
     assert second[1] == (11, 3)
 
 
-def _full_in_process_1(rank: int, world_size: int, backward: bool) -> tuple[str, list[Tensor]]:
-    torch.manual_seed(0)
-    layer, narrow = nn.Linear(3, 4).double(), Narrow({1: 2} if rank else {}, backward=backward)
-    model = dataparallel.DistributedDataParallel(
-        nn.Sequential(layer, narrow), ["cpu", "cpu"], timeout=20.0
-    )
-    x, y = torch.randn(9, 3).double(), torch.randint(1, 4, (9,))
-    failed = ""
-    with dataparallel.balance(model):
-        if backward:
-            try:
-                gradients(model, layer, x, y, inside=False)
-            except RuntimeError as error:
-                failed = "\n".join([str(error), *getattr(error, "__notes__", [])])
-            assert layer.weight.grad is None
-            narrow.most.clear()
-        found = gradients(model, layer, x, y, inside=False)
-        torch.testing.assert_close(found, bare_gradients(layer, x, y))
-    return failed, found
-
-
-def test_other_processes_notice_nothing_of_a_forward_that_is_run_again(cluster: Cluster) -> None:
-    (_, first), (_, second) = cluster.run(_full_in_process_1, 2, False, timeout=60.0)
-    torch.testing.assert_close(first, second)
-
-
-def test_all_processes_learn_that_a_backward_failed(cluster: Cluster) -> None:
-    (first, _), (second, _) = cluster.run(_full_in_process_1, 2, True, timeout=60.0)
-    assert "rank 1" in first
-    assert "ran out of memory in backward with 4 samples" in second
-
-
 # --- use ----------------------------------------------------------------------------------------
 
 
 def test_a_change_is_logged_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
-    with caplog.at_level(logging.INFO, "dataparallel"):
-        balancer = dataparallel.balance(model, every=2, warmup=0)
+    with (
+        caplog.at_level(logging.INFO, "dataparallel"),
+        dataparallel.balance(model, every=2, warmup=0) as balancer,
+    ):
         for _ in range(2):
             balancer.observe(record((30, 30), (1.0, 2.0)))
+        state = balancer.state_dict()
     assert [one.getMessage() for one in caplog.records] == [str(balancer.history[0])]
     assert str(balancer.history[0]).startswith(
         "after step 2: a batch of 60 is divided into (40, 20) instead of (30, 30), since a sample "
         "takes replica 1 2.00 times as long"
     )
-    balancer.close()
+    # Another run goes on where it was.
+    with dataparallel.balance(model) as balancer:
+        balancer.load_state_dict(pickle.loads(pickle.dumps(state)))
+        assert balancer.sizes(60) == (40, 20)
 
 
 def test_one_replica_has_nothing_to_hand_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -221,17 +180,6 @@ def test_a_balancer_does_not_keep_the_wrapper() -> None:
     assert gone() is None
     balancer.close()
     balancer.close()
-
-
-def test_a_run_goes_on_where_it_was() -> None:
-    model = dataparallel.DataParallel(nn.Linear(1, 1), ["cpu", "cpu"])
-    with dataparallel.balance(model, every=2, warmup=0) as balancer:
-        for _ in range(2):
-            balancer.observe(record((30, 30), (1.0, 2.0)))
-        state = balancer.state_dict()
-    with dataparallel.balance(model) as balancer:
-        balancer.load_state_dict(pickle.loads(pickle.dumps(state)))
-        assert balancer.sizes(60) == (40, 20)
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -73,12 +73,15 @@ def make(**options: Any) -> SplitDecisions:
     return SplitDecisions(**{"every": 10, "threshold": 0.03, "warmup": 5, "window": 30, **options})
 
 
-def sizes(decisions: SplitDecisions, count: int = 2) -> tuple[int, ...]:
-    return divide(BATCH, decisions.costs, [None] * count)
+def sizes(decisions: SplitDecisions) -> tuple[int, ...]:
+    return divide(BATCH, decisions.costs, [None, None])
 
 
 def constant(*costs: tuple[float, float]) -> Callable[[int], Sequence[Cost]]:
     return lambda step: [Cost(*cost) for cost in costs]
+
+
+EVEN, TWICE = constant((0, 1.0), (0, 1.0)), constant((0, 1.0), (0, 2.0))
 
 
 # --- what is measured ------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def test_a_criterion_counts_where_the_replica_runs_it() -> None:
 
 def test_the_faster_replica_gets_more_and_then_nothing_changes() -> None:
     decisions = make()
-    changes = run(decisions, constant((0, 1.0), (0, 2.0)), 200)
+    changes = run(decisions, TWICE, 200)
     assert [(step, d.reason, d.before, d.after) for step, d in changes] == [
         (14, "speed", (30, 30), (40, 20))
     ]
@@ -116,38 +119,50 @@ def test_the_faster_replica_gets_more_and_then_nothing_changes() -> None:
     assert "33% less time" in changes[0][1].why
 
 
-def test_time_that_does_not_depend_on_samples_is_found_out() -> None:
-    decisions = make()
-    run(decisions, constant((30.0, 1.0), (0.0, 1.0)), 100)
-    # 30 + n == 60 - n.
-    assert sizes(decisions) == (15, 45)
+def outliers(step: int) -> Sequence[Cost]:
+    return [Cost(0, 1.0), Cost(0, 50.0 if step % 7 == 0 else 1.0)]
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_equal_replicas_stay_even_in_noise(count: int) -> None:
-    decisions = make()
-    assert run(decisions, constant(*[(0.1, 1.0)] * count), 500, noise=0.3) == []
+@pytest.mark.parametrize(
+    ("options", "costs", "about"),
+    [
+        ({}, constant(*[(0.1, 1.0)] * 4), {"noise": 0.3}),
+        ({}, outliers, {}),
+        ({"threshold": 0.2}, constant((0, 1.0), (0, 1.3)), {}),
+        ({}, TWICE, {"common": 6000.0}),
+    ],
+    ids=["noise", "outliers", "small gain", "small part of a step"],
+)
+def test_what_moves_nothing(options: Any, costs: Any, about: Any) -> None:
+    assert run(make(**options), costs, 300, **about) == []
+
+
+@pytest.mark.parametrize(
+    ("costs", "about", "after"),
+    [
+        # 30 + n == 60 - n.
+        (constant((30.0, 1.0), (0.0, 1.0)), {}, (15, 45)),
+        (constant((0, 1.0), (0, 1.3)), {}, (34, 26)),
+        (TWICE, {"limits": [33, None]}, (33, 27)),
+    ],
+    ids=["time that does not depend on samples", "a gain of an eighth", "limits"],
+)
+def test_what_moves_chunks(costs: Any, about: Any, after: tuple[int, ...]) -> None:
+    assert run(make(), costs, 100, **about)[-1][1].after == after
 
 
 def test_noise_does_not_hide_a_straggler_nor_move_chunks_to_and_fro() -> None:
-    decisions = make()
-    changes = run(decisions, constant((0, 1.0), (0, 2.0)), 600, noise=0.2)
+    changes = run(make(), TWICE, 600, noise=0.2)
     assert 1 <= len(changes) <= 3
-    assert sizes(decisions)[0] == pytest.approx(40, abs=4)
-
-
-def test_outliers_move_nothing() -> None:
-    decisions = make()
-    slow = lambda step: [Cost(0, 1.0), Cost(0, 50.0 if step % 7 == 0 else 1.0)]  # noqa: E731
-    assert run(decisions, slow, 200) == []
+    assert changes[-1][1].after[0] == pytest.approx(40, abs=4)
 
 
 def test_a_throttled_device_gets_less_and_gets_it_back() -> None:
     decisions = make()
-    assert run(decisions, constant((0, 1.0), (0, 1.0)), 100) == []
+    assert run(decisions, EVEN, 100) == []
     run(decisions, constant((0, 1.0), (0, 3.0)), 100)
     assert sizes(decisions) == (45, 15)
-    run(decisions, constant((0, 1.0), (0, 1.0)), 100)
+    run(decisions, EVEN, 100)
     assert sizes(decisions) == (30, 30)
 
 
@@ -169,31 +184,10 @@ def test_a_change_that_made_steps_longer_is_taken_back() -> None:
     assert max(distances) > 40
 
 
-def test_a_small_gain_is_left() -> None:
-    decisions = make(threshold=0.2)
-    assert run(decisions, constant((0, 1.0), (0, 1.3)), 100) == []
-    assert run(make(threshold=0.02), constant((0, 1.0), (0, 1.3)), 100) != []
-
-
 def test_a_common_backward_makes_the_gain_smaller() -> None:
-    changes = run(make(), constant((0, 1.0), (0, 2.0)), 60, common=60.0)
+    changes = run(make(), TWICE, 60, common=60.0)
     assert changes[0][1].gain == pytest.approx(20 / 120)
     assert changes[0][1].after == (40, 20)
-    assert run(make(), constant((0, 1.0), (0, 2.0)), 60, common=6000.0) == []
-
-
-def test_limits_are_kept() -> None:
-    limits = [33, None]
-    decisions = make()
-    changes = run(decisions, constant((0, 1.0), (0, 2.0)), 60, limits=limits)
-    assert changes[0][1].after == (33, 27)
-
-
-def test_changes_keep_their_distance() -> None:
-    costs = lambda step: [Cost(0, 1.0 + 2 * (step // 60 % 2)), Cost(0, 1.5)]  # noqa: E731
-    steps = [step for step, _ in run(make(every=20), costs, 400)]
-    assert len(steps) > 2
-    assert all(b - a >= 20 for a, b in itertools.pairwise(steps))
 
 
 def test_evaluation_between_training_steps_is_not_measured() -> None:
@@ -206,10 +200,11 @@ def test_evaluation_between_training_steps_is_not_measured() -> None:
 
 def test_a_run_without_training_is_balanced_by_its_forwards() -> None:
     decisions = make()
-    for _ in range(15):
-        found = decisions.observe(record((30, 30), (1.0, 2.0), kind="inference"), [None, None])
-    assert found is not None
-    assert found.after == (40, 20)
+    found = [
+        decisions.observe(record((30, 30), (1.0, 2.0), kind="inference"), [None, None])
+        for _ in range(15)
+    ]
+    assert found[-1] is not None and found[-1].after == (40, 20)
 
 
 def test_accumulated_forwards_count_as_one() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import collectives
+from dataparallel.extras.balancing import Balancer
 from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
 from dataparallel.threads.timeline import Listener
 from dataparallel.virtual import device_module as virtual
@@ -54,17 +55,50 @@ class _NoBackward(torch.autograd.Function):
         raise torch.OutOfMemoryError(f"{ctx.place} is out of memory.")
 
 
+class Averaging(nn.Module):
+    """Its buffers are written in place, replaced, and made."""
+
+    written: Tensor
+    replaced: Tensor
+    made: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("made", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written.mul_(0.5).add_(1)
+        self.replaced = self.replaced * 0.5 + 1
+        self.made = torch.ones_like(self.written) if self.made is None else self.made + 1
+        return x
+
+
+class Counting(nn.MSELoss):
+    """A criterion with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().forward(x, y)
+
+
 def make_net(narrow: nn.Module) -> nn.Sequential:
     """Its forward writes buffers, draws random numbers, and then runs out of memory."""
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), narrow, nn.Linear(8, 2)
-    )
+    before = nn.Linear(6, 8), nn.BatchNorm1d(8), Averaging(), nn.Dropout(0.4)
+    return nn.Sequential(*before, narrow, nn.Linear(8, 2))
 
 
-def compute(model: Any, x: Tensor, y: Tensor, *, inside: bool) -> Tensor:
-    criterion = nn.MSELoss()
+def compute(
+    model: Any, x: Tensor, y: Tensor, *, inside: bool, criterion: nn.Module | None = None
+) -> Tensor:
+    criterion = criterion or nn.MSELoss()
     if inside:
-        return model.loss(criterion, x, y)  # type: ignore[no-any-return]
+        return model.loss(criterion, x, y, weight="samples")  # type: ignore[no-any-return]
     return criterion(model(x), y)  # type: ignore[no-any-return]
 
 
@@ -117,32 +151,29 @@ def test_forward_as_if_nothing_had_happened(
     untroubled = make_net(nn.Identity()).to(pair[0])
     untroubled.load_state_dict(net.state_dict())
 
-    model = wrapper(net, pair, buffers=buffers)
-    told: list[Sequence[int]] = []
-    model.timeline.subscribe(Listener(on_call=lambda sizes, trains: told.append(sizes)))
-    with dataparallel.balance(model) as balancer:
-        torch.manual_seed(3)
-        result = compute(model, x, y, inside=inside)
-        result.backward()
-        found = state_of(net)
-        # 18, then 3/4 of it, then of that.
-        assert [n for replica, n in narrow.calls if replica == 1] == [18, 13, 9]
-        # Three attempts are one forward for those who listen.
-        assert told == [(19, 18)]
-        assert balancer.limits == (None, 9)
-        assert [change.reason for change in balancer.history] == ["memory", "memory"]
-        assert "replica 1 on " in balancer.history[0].why
-        assert "ran out of memory with 18 samples" in balancer.history[0].why
+    def run(net: nn.Module, limits: Any) -> tuple[Balancer, list[Tensor]]:
+        criterion = Counting().to(pair[0])
+        model = wrapper(net, pair, buffers=buffers)
+        model.timeline.subscribe(Listener(on_call=lambda sizes, trains: told.append(sizes)))
+        with dataparallel.balance(model) as balancer:
+            balancer.load_state_dict({"costs": None, "limits": limits})
+            torch.manual_seed(3)
+            result = compute(model, x, y, inside=inside, criterion=criterion)
+            result.backward()
+        return balancer, [result.detach(), criterion.get_buffer("calls"), *state_of(net)]
 
-    other = wrapper(untroubled, pair, buffers=buffers)
-    with dataparallel.balance(other) as balancer:
-        balancer.load_state_dict({"costs": None, "limits": [None, 9]})
-        torch.manual_seed(3)
-        expected = compute(other, x, y, inside=inside)
-        expected.backward()
-    assert result.item() == expected.item()
-    for one, theirs in zip(found, state_of(untroubled), strict=True):
-        assert torch.equal(one, theirs)
+    told: list[Sequence[int]] = []
+    balancer, found = run(net, [None, None])
+    # 18, then 3/4 of it, then of that.
+    assert [n for replica, n in narrow.calls if replica == 1] == [18, 13, 9]
+    # Three attempts are one forward for those who listen.
+    assert told == [(19, 18)]
+    assert balancer.limits == (None, 9)
+    assert [change.reason for change in balancer.history] == ["memory", "memory"]
+    assert "replica 1 on " in balancer.history[0].why
+    assert "ran out of memory with 18 samples" in balancer.history[0].why
+    _, expected = run(untroubled, [None, 9])
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_device_whose_memory_is_full() -> None:
@@ -280,62 +311,6 @@ def test_the_device_in_the_text() -> None:
     assert named("something\nvirtual:0") == []
 
 
-# --- what is brought back ------------------------------------------------------------------------
-
-
-class _Counting(nn.MSELoss):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.calls: Tensor
-        self.calls += 1
-        return super().forward(x, y)
-
-
-class _Averaging(nn.Module):
-    """Its buffers are written in place, replaced, and made."""
-
-    written: Tensor
-    replaced: Tensor
-    made: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 2)
-        self.register_buffer("written", torch.zeros(()))
-        self.register_buffer("replaced", torch.zeros(()))
-        self.register_buffer("made", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.written.mul_(0.5).add_(1)
-        self.replaced = self.replaced * 0.5 + 1
-        self.made = torch.ones_like(self.written) if self.made is None else self.made + 1
-        result: Tensor = self.inner(x)
-        return result
-
-
-@pytest.mark.parametrize(
-    "wrapper", [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
-)
-def test_buffers_of_net_and_criterion(wrapper: Any) -> None:
-    net, narrow, criterion = _Averaging(), Narrow({1: 10}), _Counting()
-    model = wrapper(nn.Sequential(net, narrow).to("virtual:0"), ["virtual:0", "virtual:1"])
-    criterion.to("virtual:0")
-    x, y = torch.randn(24, 6, device="virtual:0"), torch.randn(24, 2, device="virtual:0")
-    with dataparallel.balance(model) as balancer:
-        for number, values in enumerate(([1.0, 1.0, 1.0], [1.5, 1.5, 2.0]), 1):
-            balancer.lift_limits()
-            model.loss(criterion, x, y, weight="samples").backward()
-            assert balancer.limits == (None, 9)
-            assert [float(b) for b in (net.written, net.replaced, net.made) if b is not None] == (
-                values
-            )
-            assert criterion.calls.item() == number
-        assert len([n for replica, n in narrow.calls if replica == 1]) == 4
-
-
 # --- what must not be run again ------------------------------------------------------------------
 
 
@@ -349,31 +324,47 @@ class _Meeting(nn.Module):
         return x
 
 
-def _fails_in_process_1(rank: int, world_size: int, layer: str) -> tuple[str, list[str], Any]:
+def _full_in_process_1(rank: int, world_size: int, where: str) -> tuple[str, Any, list[Any]]:
     torch.manual_seed(0)
-    narrow = Narrow({1: 2} if rank == 1 else {})
-    first: nn.Module = nn.BatchNorm1d(4) if layer == "batch norm" else _Meeting()
-    net = nn.Sequential(nn.Linear(3, 4), first, narrow, nn.Linear(4, 2))
+    narrow = Narrow({1: 2} if rank == 1 else {}, backward=where == "backward")
+    layers = {"batch norm": nn.BatchNorm1d(4), "collective": _Meeting()}
+    net = nn.Sequential(nn.Linear(3, 4), layers.get(where, nn.Tanh()), narrow, nn.Linear(4, 2))
     collectives.SyncBatchNorm.convert(net)
-    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"], timeout=5.0)
-    error: BaseException | None = None
+    model = dataparallel.DistributedDataParallel(net, ["cpu", "cpu"], timeout=10.0)
+    x, failed = torch.randn(8, 3), ""
     with dataparallel.balance(model) as balancer:
         try:
-            model(torch.randn(8, 3)).sum().backward()
-        except RuntimeError as caught:
-            error = caught
-        limits = balancer.state_dict()["limits"]
-    assert error is not None
-    return type(error).__name__, notes_of(error), (limits, len(narrow.calls))
+            model(x).square().sum().backward()
+        except RuntimeError as error:
+            failed = "\n".join([type(error).__name__, str(error), *notes_of(error)])
+        limits, calls = balancer.state_dict()["limits"], len(narrow.calls)
+        if where == "backward":
+            assert all(p.grad is None for p in net.parameters())
+            narrow.most.clear()
+            model(x).square().sum().backward()
+    return failed, (limits, calls), [p.grad for p in net.parameters()]
 
 
-@pytest.mark.parametrize("layer", ["batch norm", "collective"])
-def test_other_processes_are_ahead(cluster: Cluster, layer: str) -> None:
-    (other, _, _), (failed, notes, state) = cluster.run(_fails_in_process_1, 2, layer, timeout=60)
-    assert failed == "OutOfMemoryError"
-    assert other == "CollectiveError"
-    (note,) = [note for note in notes if "ran out of memory with 4 samples" in note]
-    assert "The forward has called collectives of several processes, which the others" in note
+def test_other_processes_notice_nothing_of_a_forward_that_is_run_again(cluster: Cluster) -> None:
+    (failed, _, first), (full, state, second) = cluster.run(_full_in_process_1, 2, "forward")
+    # In process 1 replica 1 gets 4 samples, 3, and 2.
+    assert failed == full == "" and state == ([None, 2], 6)
+    torch.testing.assert_close(first, second)
+
+
+def test_all_processes_learn_that_a_backward_failed(cluster: Cluster) -> None:
+    (failed, _, first), (full, _, second) = cluster.run(_full_in_process_1, 2, "backward")
+    assert "rank 1" in failed
+    assert "ran out of memory in backward with 4 samples" in full
+    torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("where", ["batch norm", "collective"])
+def test_other_processes_are_ahead(cluster: Cluster, where: str) -> None:
+    (failed, _, _), (full, state, _) = cluster.run(_full_in_process_1, 2, where)
+    assert failed.startswith("CollectiveError")
+    assert full.startswith("OutOfMemoryError") and "ran out of memory with 4 samples" in full
+    assert "The forward has called collectives of several processes, which the others" in full
     # One attempt of two replicas.
     assert state == ([None, 3], 2)
 
