@@ -104,8 +104,8 @@ def _in_processes(rank: int, world_size: int) -> list[tuple[int, ...]]:
     torch.manual_seed(0)
     layer = nn.Linear(3, 4).double()
     data = [(torch.randn(n, 3).double(), torch.randint(1, 4, (n,))) for n in (11, 14)[:world_size]]
-    whole = [torch.cat(parts) for parts in zip(*data, strict=True)]
-    expected = gradients(layer, layer, *whole)
+    xs, ys = zip(*data, strict=True)
+    expected = gradients(layer, layer, torch.cat(xs), torch.cat(ys))
     model = dataparallel.DistributedDataParallel(
         layer, ["cpu", "cpu"], average="samples", timeout=20.0
     )

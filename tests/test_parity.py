@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, data_parallel, replicate
-from tests.models import assert_all_close
+from tests.models import assert_all_close, compare
 
 
 def assert_same_step(
@@ -84,6 +84,8 @@ def replaced_output() -> nn.Module:
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Calls(recurrent, rnn=nn.LSTM(3, 4, 2, True, True, bidirectional=True)),
+    "packed LSTM": lambda: Calls(packed, rnn=nn.LSTM(3, 4, batch_first=True)),
     "complex": lambda: Calls(
         lambda net, x: x * net.turn, turn=nn.Parameter(torch.randn(3, dtype=torch.complex128))
     ),
@@ -126,20 +128,11 @@ def test_modules(slots: list[str], name: str) -> None:
         slots = ["cpu"] * 2
     net = MODULES[name]()
     net = net if name in ("complex", "buffers that train") else net.double()
-    x = torch.randn(9, 3, dtype=torch.float64, device=slots[0])
+    shape = (7, 5, 3) if "LSTM" in name else (9, 3)
+    x = torch.randn(*shape, dtype=torch.float64, device=slots[0])
     for buffer_name, buffer in net.named_buffers(recurse=False):
         setattr(net, buffer_name, buffer.detach().to(slots[0]).requires_grad_(buffer.requires_grad))
     assert_same_step(net.to(slots[0]), slots, x)
-
-
-@pytest.mark.parametrize("function", [recurrent, packed])
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_recurrent_networks(
-    slots: list[str], function: Callable[..., Any], bidirectional: bool
-) -> None:
-    rnn = nn.LSTM(3, 4, 2, batch_first=True, bidirectional=bidirectional)
-    x = torch.randn(7, 5, 3, dtype=torch.float64, device=slots[0])
-    assert_same_step(Calls(function, rnn=rnn).to(slots[0], torch.float64), slots, x)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (3, 2, 1, 0), (2,)])
@@ -190,30 +183,16 @@ LAST, FIRST = torch.channels_last, torch.contiguous_format
 
 @pytest.mark.parametrize("layouts", [[FIRST] * 4, [LAST, LAST, FIRST, FIRST], [LAST] * 4])
 def test_layouts_of_gradients(slots: list[str], layouts: list[torch.memory_format]) -> None:
-    class ConvNet(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self:
-                x = layer(x.to(next(layer.parameters()).dtype))
-            return x
-
-    net: Any = ConvNet(*(nn.Conv2d(3, 3, 2) for _ in layouts)).to(slots[0])
-    for i, (layer, layout) in enumerate(zip(net, layouts, strict=True)):
-        dtype = torch.float64 if i < 2 else torch.float32
-        layer.to(dtype=dtype, memory_format=layout)
-    model = DataParallel(deepcopy(net), slots)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, model)]
-    x = torch.randn(9, 3, 6, 6, device=slots[0])
+    net: Any = nn.Sequential(*(nn.Conv2d(3, 3, 2) for _ in layouts)).to(slots[0], torch.float64)
+    for layer, layout in zip(net, layouts, strict=True):
+        layer.to(memory_format=layout)
+    model: Any = DataParallel(deepcopy(net), slots)
+    x = torch.randn(9, 3, 6, 6, device=slots[0], dtype=torch.float64)
     for _ in range(2):
-        for each in (net, model):
-            each(x).float().square().mean().backward()
-        for bare, wrapped, layout in zip(net, model.module, layouts, strict=True):
-            assert wrapped.weight.is_contiguous(memory_format=layout)
-            assert wrapped.weight.grad.is_contiguous(memory_format=layout)
-            grads = wrapped.weight.grad, bare.weight.grad
-            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        compare(model, net, x)
+        for layer, layout in zip(model.module, layouts, strict=True):
+            assert layer.weight.is_contiguous(memory_format=layout)
+            assert layer.weight.grad.is_contiguous(memory_format=layout)
 
 
 # --- hooks ---------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ class Net(nn.Module):
         return output
 
 
-#: Of the wrapper: buffers="sync"; else the group of the layers.
-HOW = ["buffers", "local", "hybrid", LocalGroup(60.0)]
+#: Of the wrapper: buffers="sync", also where a layer is synchronized; else the layers' group.
+HOW = ["buffers", "both", "local", "hybrid", LocalGroup(60.0)]
 BOTH = pytest.mark.parametrize("how", ["buffers", "hybrid"])
 
 
@@ -54,9 +54,12 @@ def wrapped(
     bare: nn.Module, slots: list[str], how: Any, wrapper: Any = DataParallel
 ) -> DataParallel[Any]:
     """A wrapper of a copy whose layers are synchronized in some way."""
-    if how == "buffers":
-        return wrapper(copy.deepcopy(bare), slots, buffers="sync")  # type: ignore[no-any-return]
-    return wrapper(converted(bare, how), slots)  # type: ignore[no-any-return]
+    net = copy.deepcopy(bare)
+    if how == "both":
+        SyncBatchNorm.convert(net.get_submodule("norm1"))
+    if how in ("buffers", "both"):
+        return wrapper(net, slots, buffers="sync")  # type: ignore[no-any-return]
+    return wrapper(SyncBatchNorm.convert(net, how), slots)  # type: ignore[no-any-return]
 
 
 def filled(layer: nn.Module) -> nn.Module:
@@ -101,16 +104,6 @@ def test_training_equals_the_bare_module(
     assert_same_state(model.module, bare)
 
 
-def test_a_layer_that_is_synchronized_already_stays_so(slots: list[str]) -> None:
-    with torch.device(slots[0]):
-        bare = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    net = copy.deepcopy(bare)
-    SyncBatchNorm.convert(net[0])
-    x = torch.randn(8, 3, device=slots[0])
-    torch.testing.assert_close(DataParallel(net, slots, buffers="sync")(x), bare(x))
-    assert_same_state(bare, net)
-
-
 class Within(nn.Module):
     """A layer that is called in some way."""
 
@@ -123,8 +116,17 @@ class Within(nn.Module):
         return self.call(self.norm, x)
 
 
-def again(norm: nn.Module, x: Tensor) -> Any:
-    return checkpoint(norm, x, use_reentrant=False)
+class Again(torch.autograd.Function):
+    """Runs a function again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor) -> Any:
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.function(grad)
 
 
 def skipped(norm: nn.Module, x: Tensor) -> Any:
@@ -133,44 +135,23 @@ def skipped(norm: nn.Module, x: Tensor) -> Any:
 
 
 @BOTH
-def test_under_a_checkpoint_only_around_the_wrapper(slots: list[str], how: str) -> None:
-    bare = filled(nn.BatchNorm1d(3)).to(slots[0])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (functools.partial(checkpoint, use_reentrant=False), "norm'.*activation checkpointing"),
+        (Again.apply, "batch norm 'norm' .*(in backward|outside of their forward)"),
+        (skipped, "batch norm.*replica 1 returned"),
+    ],
+    ids=["checkpoint", "again", "skipped"],
+)
+def test_replicas_that_do_not_meet(slots: list[str], how: str, call: Any, message: str) -> None:
+    model = wrapped(Within(call).to(slots[0]), slots[:2], how)
     x = torch.randn(8, 3, device=slots[0], requires_grad=True)
-    model = wrapped(bare, slots[:2], how)
-    outputs = [checkpoint(module, x, use_reentrant=False) for module in (bare, model)]
-    grads = [torch.autograd.grad(output.sin().sum(), x)[0] for output in outputs]
-    torch.testing.assert_close(grads[1], grads[0])
-    inside = wrapped(Within(again).to(slots[0]), slots[:2], how)
-    with pytest.raises(RuntimeError, match=r"batch norm 'norm'.*activation checkpointing"):
-        inside(x)
-    assert inside.eval()(x).shape == x.shape
-
-
-def test_what_other_code_runs_again_in_backward_is_refused() -> None:
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, function: Any, x: Tensor) -> Any:
-            ctx.function = function
-            return function(x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return None, ctx.function(grad)
-
-    x = torch.randn(8, 3, requires_grad=True)
-    output = wrapped(Within(Again.apply), ["cpu"] * 2, "hybrid")(x)
-    with pytest.raises(RuntimeError, match=r"batch norm 'norm' over replicas was called in back"):
-        output.sum().backward()
-
-
-@BOTH
-def test_evaluation_needs_nobody_else(slots: list[str], how: str) -> None:
-    model = wrapped(Within(skipped).to(slots[0]), slots[:2], how)
-    x = torch.randn(8, 3, device=slots[0])
-    with pytest.raises(RuntimeError, match=r"batch norm.*replica 1 returned"):
-        model(x)
+    with pytest.raises(RuntimeError, match=message):
+        model(x).sum().backward()
+    # In evaluation a layer needs nobody else.
     model.eval()
-    torch.testing.assert_close(model(x)[:4], nn.BatchNorm1d(3).to(slots[0]).eval()(x[:4]))
+    torch.testing.assert_close(model(x)[:4], model.module.norm(x[:4]))
 
 
 def test_outside_of_the_forward_is_a_clear_error(slots: list[str]) -> None:
@@ -239,28 +220,6 @@ def test_any_rank_and_uneven_and_empty_chunks(
         layer.zero_grad()
 
 
-def test_derivatives_of_third_order(slots: list[str]) -> None:
-    layer = filled(SyncBatchNorm(2, dtype=torch.double))
-
-    def plain(x: Tensor) -> Tensor:
-        # Not the bare module: its own third derivatives are not right.
-        weight, bias = layer.parameters()
-        variance, mean = torch.var_mean(x, 0, correction=0)
-        return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias
-
-    x = torch.randn(5, 2, dtype=torch.double) * 4
-    results = []
-    for synchronized in (False, True):
-        leaf = x.clone().requires_grad_()
-        chunks = list(leaf.split((2, 0, 1, 2)))
-        output = run_replicas(layer, chunks, slots)[1] if synchronized else plain(leaf)
-        (first,) = torch.autograd.grad(output.pow(3).sum(), leaf, create_graph=True)
-        (second,) = torch.autograd.grad(first.pow(2).sum(), leaf, create_graph=True)
-        results.append([first, second, *torch.autograd.grad(second.sin().sum(), leaf)])
-    for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("dtype", "offset", "tolerance"),
     [(torch.float16, 20, 2e-2), (torch.bfloat16, 20, 2e-2), (torch.float32, 1000, 1e-3)],
@@ -278,20 +237,15 @@ def test_statistics_keep_their_precision(
         torch.testing.assert_close(buffer.to(right).cpu(), right, rtol=1e-5, atol=1e-5)
 
 
-def test_running_statistics_that_are_not_tracked_any_more(slots: list[str]) -> None:
+def test_statistics_that_are_not_tracked_any_more_and_the_memory_format(slots: list[str]) -> None:
     layer = SyncBatchNorm(3)
     layer.track_running_stats = False
     before = copy.deepcopy(layer)
-    x = torch.randn(8, 3)
-    layers, output = run_replicas(layer, list(x.split(2)), slots)
-    torch.testing.assert_close(output, nn.BatchNorm1d(3)(x))
-    assert_same_state(layers[1], before)
-
-
-def test_the_memory_format_is_kept() -> None:
     x = torch.randn(8, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    _, output = run_replicas(SyncBatchNorm(3), list(x.split(4)), ["cpu"] * 2)
+    layers, output = run_replicas(layer, list(x.split(2)), slots)
+    torch.testing.assert_close(output, nn.BatchNorm2d(3)(x))
     assert output.is_contiguous(memory_format=torch.channels_last)
+    assert_same_state(layers[1], before)
 
 
 def test_alone_it_is_an_ordinary_batch_norm() -> None:
@@ -349,39 +303,38 @@ class OwnForward(nn.BatchNorm1d):
         return super().forward(input) * 3
 
 
-def test_layers_that_cannot_be_synchronized_are_refused(slots: list[str]) -> None:
-    x = torch.randn(8, 3, device=slots[0])
-    model = wrapped(nn.Sequential(OwnForward(3)).to(slots[0]), slots, "buffers")
-    with pytest.raises(TypeError, match=r"batch norm '0' \(OwnForward\).*a forward of its own"):
-        model(x)
+def own_forward(norm: Any) -> Any:
+    norm.forward = lambda input: input
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OwnForward(3), r"'1' \(OwnForward\).*a forward of its own"),
+        (lambda: own_forward(nn.BatchNorm1d(3)), r"'1' \(BatchNorm1d\).*a forward of its own"),
+        (nn.LazyBatchNorm1d, r"'1' \(\w+\), which is lazy or parametrized"),
+        (lambda: weight_norm(nn.BatchNorm1d(3)), r"'1' \(\w+\), which is lazy or parametrized"),
+    ],
+)
+def test_where_one_layer_cannot_be_converted_none_is(make: Any, message: str) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(3), make())
+    with pytest.raises(TypeError, match=message):
+        SyncBatchNorm.convert(net)
+    assert type(net[0]) is nn.BatchNorm1d
+    if "own" in message:
+        with pytest.raises(TypeError, match=message):
+            wrapped(net, ["cpu"] * 2, "buffers")(torch.randn(8, 3))
+
+
+def test_replicas_within_replicas_are_refused() -> None:
     inner = DataParallel(nn.BatchNorm1d(3), ["cpu"], buffers="sync")
     nested = DataParallel(nn.Sequential(inner), ["cpu", "cpu"], buffers="sync")
     with pytest.raises(TypeError, match="over the replicas of '0' within replicas"):
         nested(torch.randn(8, 3))
 
 
-def test_of_layers_that_cannot_be_converted_one_is_named_and_none_is() -> None:
-    patched = nn.BatchNorm1d(3)
-    patched.forward = lambda input: input  # type: ignore[method-assign]
-    for layer, name in ((OwnForward(3), "OwnForward"), (patched, "BatchNorm1d")):
-        net = nn.Sequential(nn.BatchNorm1d(3), layer)
-        with pytest.raises(TypeError, match=rf"'1' \({name}\), which has a forward of its own"):
-            SyncBatchNorm.convert(net)
-        assert type(net[0]) is nn.BatchNorm1d
-    refused: list[Any] = [nn.LazyBatchNorm1d(), weight_norm(nn.BatchNorm1d(3))]
-    for other in refused:
-        net = nn.Sequential(nn.BatchNorm1d(3), other)
-        with pytest.raises(TypeError, match=r"'1' \(\w+\), which is lazy or parametrized"):
-            SyncBatchNorm.convert(net)
-        assert type(net[0]) is nn.BatchNorm1d
-
-
 # --- conversion --------------------------------------------------------------------------------
-
-
-class OwnDefaults(nn.BatchNorm2d):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, eps=0.5, momentum=0.3)
 
 
 class Tree(nn.Module):
@@ -389,13 +342,11 @@ class Tree(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.nested = nn.Sequential(nn.BatchNorm2d(3))
-        self.first = nn.Sequential(nn.Conv2d(3, 3, 1), self.nested)
+        self.nested = nn.Sequential(nn.BatchNorm2d(3, eps=0.5, momentum=0.3))
         self.shared = nn.BatchNorm1d(4, momentum=None)
         self.again = nn.ModuleList([self.shared, nn.BatchNorm3d(5, affine=False)])
         self.third = self.shared
         self.theirs = nn.SyncBatchNorm(6, track_running_stats=False)
-        self.mine = OwnDefaults(7)
         self.other = nn.InstanceNorm1d(8, affine=True)
 
 
@@ -406,12 +357,12 @@ def test_every_layer_becomes_synchronized_and_stays_the_same_otherwise() -> None
     assert SyncBatchNorm.convert(tree) is tree
     assert {id(tensor) for tensor in (*tree.parameters(), *tree.buffers())} == tensors
     layers = [part for part in tree.modules() if isinstance(part, SyncBatchNorm)]
-    assert [layer.num_features for layer in layers] == [3, 4, 5, 6, 7]
-    assert [layer.training for layer in layers] == [False, True, True, True, True]
+    found = [(each.num_features, each.training, each.eps, each.momentum) for each in layers]
+    assert found == [
+        (3, False, 0.5, 0.3), (4, True, 1e-5, None), (5, True, 1e-5, 0.1), (6, True, 1e-5, 0.1),
+    ]  # fmt: skip
     assert tree.shared is tree.again[0] is tree.third
-    assert (layers[4].eps, layers[4].momentum) == (0.5, 0.3)
-    without = (layers[1].momentum, layers[2].affine, layers[3].running_mean)
-    assert without == (None, False, None)
+    assert (layers[2].affine, layers[3].running_mean) == (False, None)
     assert type(tree.other) is nn.InstanceNorm1d
     assert {layer.group for layer in layers} == {"hybrid"}
     assert "group='hybrid'" in repr(layers[0])
@@ -424,14 +375,14 @@ def test_every_layer_becomes_synchronized_and_stays_the_same_otherwise() -> None
 
 
 def test_a_single_layer_and_the_name_of_torch() -> None:
-    layer = nn.BatchNorm2d(3, dtype=torch.bfloat16, device="virtual:1")
-    found: Any = SyncBatchNorm.convert_sync_batchnorm(layer, "local")
-    assert found is layer and isinstance(found, SyncBatchNorm) and found.group == "local"
-    assert found.weight.dtype == torch.bfloat16 and found.weight.device.index == 1
+    layer: Any = nn.BatchNorm2d(3, dtype=torch.bfloat16, device="virtual:1")
+    assert SyncBatchNorm.convert_sync_batchnorm(layer, "local") is layer
+    assert isinstance(layer, SyncBatchNorm) and layer.group == "local"
+    assert layer.weight.dtype == torch.bfloat16 and layer.weight.device.index == 1
     group = LocalGroup(5.0)
-    assert SyncBatchNorm.convert(layer, group) is layer and found.group is group
+    assert SyncBatchNorm.convert(layer, group) is layer and layer.group is group
     # Without a group the layer keeps the one it has.
-    assert SyncBatchNorm.convert(layer) is layer and found.group is group
+    assert SyncBatchNorm.convert(layer) is layer and layer.group is group
 
 
 # --- between processes ---------------------------------------------------------------------------
@@ -524,17 +475,16 @@ def test_compiled_with_a_process_group(cluster: Cluster) -> None:
     cluster.run(compare_compiled, 2)
 
 
-def train(rank: int, world_size: int, slots: list[str]) -> None:
+def train(rank: int, world_size: int, with_torch: bool) -> None:
     bare = net()
-    if slots:
-        model: Any = DistributedDataParallel(converted(bare).to(slots[0]), slots)
+    if with_torch:
+        model: Any = TorchDDP(converted(bare, dist.group.WORLD))
     else:
-        model = TorchDDP(converted(bare, dist.group.WORLD))
+        model = DistributedDataParallel(converted(bare), ["cpu"] * 2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (bare, model)]
     for size in (8, 12):
         x, y = batch(size)
-        device = slots[0] if slots else "cpu"
-        mine = [t.chunk(world_size)[rank].to(device) for t in (x, y)]
+        mine = [t.chunk(world_size)[rank] for t in (x, y)]
         for each, data, optimizer in zip((bare, model), ((x, y), mine), optimizers, strict=True):
             optimizer.zero_grad()
             nn.functional.mse_loss(each(data[0]), data[1]).backward()
@@ -542,10 +492,10 @@ def train(rank: int, world_size: int, slots: list[str]) -> None:
         assert_same_state(model.module, bare)
 
 
-@pytest.mark.parametrize("slots", [[], ["cpu"] * 2, ["virtual:0", "virtual:1"]])
-def test_training_in_two_processes(cluster: Cluster, slots: list[str]) -> None:
+@pytest.mark.parametrize("with_torch", [True, False])
+def test_training_in_two_processes(cluster: Cluster, with_torch: bool) -> None:
     """With torch's wrapper, or with two replicas in each."""
-    cluster.run(train, 2, slots, virtual="virtual:0" in slots)
+    cluster.run(train, 2, with_torch)
 
 
 def refuse(rank: int, world_size: int) -> None:

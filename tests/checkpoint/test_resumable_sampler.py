@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 from dataparallel import checkpoint
 from dataparallel.extras.checkpoint import ResumableSampler
-
-
-@pytest.fixture(autouse=True)
-def _released() -> Iterator[None]:
-    yield
-    checkpoint.close()
 
 
 def samplers(num_processes: int, length: int = 50, **options: Any) -> list[ResumableSampler]:
@@ -35,6 +28,8 @@ def take(each: list[ResumableSampler], count: int) -> list[list[int]]:
     while len(batches) < count:
         parts = [sampler.over(sampler) for sampler in each]
         for shares in zip(*parts, strict=False):
+            sizes = [len(share) for share in shares]
+            assert max(sizes) <= min(sizes) + 1
             batches.append([index for share in shares for index in share])
             if len(batches) == count:
                 break
@@ -80,16 +75,6 @@ def test_an_epoch_has_every_sample_once_in_its_own_order() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
     other = ResumableSampler(50, 8, seed=1 << 33)
     assert [index for batch in other.over(other) for index in batch] != epochs[0]
-
-
-def test_shares_are_even() -> None:
-    shares = [list(sampler) for sampler in samplers(3)]
-    assert [len(share) for share in zip(*(s[0] for s in shares), strict=False)]
-    assert [[len(batch) for batch in share] for share in shares] == [
-        [3, 3, 3, 3, 3, 3, 1],
-        [3, 3, 3, 3, 3, 3, 1],
-        [2, 2, 2, 2, 2, 2, 1],
-    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import math
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -35,12 +34,6 @@ VALUES: list[Any] = [
     # Names that collide in a file.
     {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _released() -> Iterator[None]:
-    yield
-    checkpoint.close()
 
 
 def bits(tensor: Tensor) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,12 +33,12 @@ HANGS, WAITS = 40.0, datetime.timedelta(seconds=15)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_random_programs(
-    cluster: Cluster, processes: int, replicas: int, repeats: Callable[..., int]
+    cluster: Cluster, processes: int, replicas: int, pytestconfig: pytest.Config
 ) -> None:
-    count = COUNTS[processes]
+    count = COUNTS[processes] * (20 if pytestconfig.getoption("--faults") == "long" else 1)
     # Each world has programs of its own.
     first = 1000 * (3 * processes + replicas)
-    seeds = range(first, first + repeats(quick=count, long=20 * count))
+    seeds = range(first, first + count)
     _assert_right(cluster, [Program(seed, processes, replicas) for seed in seeds])
 
 
@@ -50,9 +50,11 @@ def test_random_programs_on_virtual_devices(cluster: Cluster, processes: int) ->
 
 def _assert_right(cluster: Cluster, programs: Sequence[Program]) -> None:
     """Run programs of one world, one after the other in the same processes."""
-    first, options = programs[0], {"timeout": HANGS + len(programs)}
+    first, limit = programs[0], HANGS + len(programs)
     try:
-        ranks = cluster.run(_in_rank, first.processes, programs, virtual=first.virtual, **options)
+        ranks = cluster.run(
+            _in_rank, first.processes, programs, timeout=limit, virtual=first.virtual
+        )
     except Exception as error:
         if len(programs) == 1:
             raise AssertionError(f"{first.text()}\n\nthe processes hang or end") from error
