@@ -137,23 +137,18 @@ class Scaled(nn.Module):
         return x * self.weight * mask.mean()
 
 
-#: For each case: ``in_dims``, and the mean of the outputs for a batch.
-COUNTED: dict[str, tuple[dict[Any, Any], Callable[[Any, Tensor], Tensor]]] = {
-    "mask by name": ({"mask": None}, lambda model, x: model(torch.ones(9), x).mean()),
-    "other dim": ({0: None, 1: 1}, lambda model, x: model(torch.ones(9), x.t()).mean()),
-    "loss": (
-        {0: None},
-        lambda model, x: model.loss(nn.L1Loss(), (torch.ones(9), x), torch.zeros_like(x)),
-    ),
-}
-
-
 def _counted(rank: int, world_size: int) -> None:
     batches = [torch.full((3, 2), 4.0).double(), torch.full((1, 2), 8.0).double()]
     # Of the mean over all samples of all processes.
     expected = torch.cat(batches).mean()
+    mask, x = torch.ones(9), batches[rank]
+    ways: list[tuple[dict[Any, Any], Callable[[Any], Tensor]]] = [
+        ({"mask": None}, lambda model: model(mask, x).mean()),
+        ({0: None, 1: 1}, lambda model: model(mask, x.t()).mean()),
+        ({0: None}, lambda model: model.loss(nn.L1Loss(), (mask, x), torch.zeros_like(x))),
+    ]
     for replicas in (1, 2):
-        for name, (in_dims, mean) in COUNTED.items():
+        for in_dims, mean in ways:
             model = dp.DistributedDataParallel(
                 Scaled(),
                 ["cpu"] * replicas,
@@ -162,9 +157,9 @@ def _counted(rank: int, world_size: int) -> None:
                 out_dims=in_dims.get(1),
                 timeout=20.0,
             )
-            mean(model, batches[rank]).backward()
+            mean(model).backward()
             grad = model.module.weight.grad
-            torch.testing.assert_close(grad, expected, msg=f"{grad} for {name}, {replicas}")
+            torch.testing.assert_close(grad, expected, msg=f"{grad} for {in_dims}, {replicas}")
             model.close()
 
 
