@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dataparallel import DataParallel, DistributedDataParallel, torch_internals
@@ -28,16 +28,6 @@ CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
 # Torch declares what it keeps to itself in one release and not in another.
 untyped: Any = torch._C
-
-
-class PassingDispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class PassingFunctions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -56,14 +46,6 @@ def autocast_seen() -> Any:
         [torch.get_autocast_dtype(kind) for kind in kinds],
         torch.is_autocast_cache_enabled(),
     )
-
-
-def hooks_seen() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def hooks_disabled() -> Any:
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
 
 
 def modes_seen() -> Any:
@@ -104,11 +86,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "saved_tensor_hooks": (
         lambda: torch.autograd.graph.saved_tensors_hooks(identity, identity),
-        hooks_seen,
+        lambda: torch_internals.top_saved_tensors_hooks(True),
     ),
     "hooks_disabled": (
         lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        hooks_disabled,
+        torch_internals.saved_tensors_hooks_refusal,
     ),
     "single_threaded_backward": (
         lambda: torch.autograd.set_multithreading_enabled(False),
@@ -122,8 +104,8 @@ SETTINGS: dict[str, Setting] = {
         lambda: switched(lambda: variable.set("caller"), lambda: variable.set("default")),
         variable.get,
     ),
-    "dispatch_mode": (PassingDispatch, modes_seen),
-    "function_mode": (PassingFunctions, modes_seen),
+    "dispatch_mode": (BaseTorchDispatchMode, modes_seen),
+    "function_mode": (BaseTorchFunctionMode, modes_seen),
     "function_disabled": (
         torch._C.DisableTorchFunction,
         lambda: int(untyped._get_torch_function_state()),
