@@ -169,7 +169,7 @@ def test_a_write_beside_a_sparse_tensor() -> None:
         assert_current(model, net, x)
     # A copy that was made in inference mode takes part in training.
     model(x).sum().backward()
-    for value in (5.0, 6.0):
+    for value in (5.0, 6.0, 7.0):
         for written in (net.bias, table._values()):
             written.data.fill_(value)
             assert_current(model, net, x)
