@@ -248,93 +248,14 @@ def test_out_dims_is_checked(out_dims: Any, message: str) -> None:
 # --- arguments and outputs that are no containers -------------------------------------------------
 
 
-class Cache:
-    """Keys and values of the steps before, which a forward adds to, as libraries have them."""
-
-    __slots__ = ("keys", "values")
-
-    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
-        self.keys, self.values = keys, values
-
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
-        self.values = values if self.values is None else torch.cat([self.values, values], 1)
-
-
-class Attention(nn.Linear):
-    """Looks at all that came before."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 8)
-
-    def forward(self, x: Tensor, cache: Any = None) -> Any:
-        cache = Cache() if cache is None else cache
-        cache.add(*super().forward(x).chunk(2, dim=-1))
-        return {
-            "x": x + (x @ cache.keys.transpose(1, 2)).softmax(-1) @ cache.values,
-            "cache": cache,
-        }
-
-
-def tokens(length: int = 3) -> Tensor:
-    return torch.randn(5, length, 4, dtype=torch.double)
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_cache_that_is_returned_comes_once_per_replica(wrapper: Any, count: int) -> None:
-    bare, inner = twins(Attention, "cpu")
-    model, x = wrapper(inner, ["cpu"] * count), tokens()
-    got, expected = model(x), bare(x)
-    caches = got["cache"] if count > 1 else [got["cache"]]
-    assert [type(cache) for cache in caches] == [Cache] * count
-    for name in Cache.__slots__:
-        parts = [getattr(cache, name) for cache in caches]
-        torch.testing.assert_close(torch.cat(parts), getattr(expected["cache"], name))
-    got["x"].pow(2).sum().backward()
-    expected["x"].pow(2).sum().backward()
-    assert_all_close(grads_of(model), grads_of(bare))
-
-
-#: Arguments that several replicas cannot have, and what the error says.
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "cache": (
-        lambda x: Cache(x, x),
-        r"cache'\] is a Cache, .*\(5, 1, 4\).*use_cache=False.*Replicate",
-    ),
-    "nested": (
-        lambda x: types.SimpleNamespace(rows={"a": [Cache(x, x)]}),
-        r"is a SimpleNamespace, .*register_pytree_node",
-    ),
-    "empty": (lambda x: Cache(), r"cache'\] is a Cache, .* written tensors into it"),
-    "in a list": (lambda x: [Cache(x, x)], r"cache'\]\[0\] is a Cache"),
-}
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_shared_wrongly_is_refused(wrapper: Any, name: str) -> None:
-    bare, inner = twins(Attention, "cpu")
-    model = wrapper(inner, ["cpu", "cpu"])
-    x, calls = tokens(1), list[Any]()
-    inner.register_forward_pre_hook(lambda module, args: calls.append(args))
-    make, message = REFUSED[name]
-    error = RuntimeError if name == "empty" else TypeError
-    with pytest.raises(error, match=message):
-        model(x, cache=make(x))
-    # Otherwise before anything runs.
-    assert bool(calls) == (name == "empty")
-    with pytest.raises(error, match=message):
-        criterion: Any = lambda output, y: (output["x"] - y).pow(2).sum()  # noqa: E731
-        model.loss(criterion, {"x": x, "cache": make(x)}, x, weight="samples")
-    assert_all_close([model(x)["x"]], [bare(x)["x"]])
-    # One replica alone gets it as the bare module would, and writes into it.
-    cache = Cache()
-    model(x[:1], cache=cache)
-    assert cache.keys is not None and cache.keys.shape == (1, 1, 4)
-
-
 class Kept:
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+class Slots:
+    __slots__ = ("value",)
+
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -349,17 +270,52 @@ class Vocabulary:
         self.itself = self
 
 
-class Gives(nn.Module):
-    """Returns an output and what it was given beside its input, or what is made of the output."""
+class Gives(nn.Linear):
+    """Returns, beside its output, what is made of it and the arguments; writes into a cache."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
-        super().__init__()
-        self.linear, self.make, self.seen = nn.Linear(4, 4), make, list[Any]()
+        super().__init__(4, 4)
+        self.make, self.seen = make, list[Any]()
 
-    def forward(self, x: Tensor, *others: Any) -> Any:
+    def forward(self, x: Tensor, *others: Any, cache: Any = None) -> Any:
         self.seen.append(others)
-        output = self.linear(x)
+        output = super().forward(x)
+        if cache is not None:
+            cache.value = output
         return {"x": output, "more": self.make(output, *others)}
+
+
+#: Arguments that several replicas cannot have, and what the error says.
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "cache": (Kept, r"cache'\] is a Kept, .*\(5, 4\).*use_cache=False.*Replicate"),
+    "nested": (
+        lambda x: types.SimpleNamespace(rows={"a": [Slots(x)]}),
+        r"is a SimpleNamespace, .*register_pytree_node",
+    ),
+    "empty": (lambda x: Kept(), r"cache'\] is a Kept, .* written tensors into it"),
+    "in a list": (lambda x: [Slots(x)], r"cache'\]\[0\] is a Slots"),
+}
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_shared_wrongly_is_refused(wrapper: Any, name: str) -> None:
+    net = Gives(lambda output: None)
+    model, x = wrapper(net, ["cpu", "cpu"]), torch.randn(5, 4)
+    make, message = REFUSED[name]
+    error = RuntimeError if name == "empty" else TypeError
+    with pytest.raises(error, match=message):
+        model(x, cache=make(x))
+    # Otherwise before anything runs.
+    assert bool(net.seen) == (name == "empty")
+    with pytest.raises(error, match=message):
+        criterion: Any = lambda output, y: (output["x"] - y).pow(2).sum()  # noqa: E731
+        model.loss(criterion, {"x": x, "cache": make(x)}, x, weight="samples")
+    torch.testing.assert_close(model(x)["x"], net(x)["x"])
+    # One replica alone gets it as the bare module would, and writes into it.
+    cache = Kept()
+    model(x[:1], cache=cache)
+    torch.testing.assert_close(cache.value, net(x[:1])["x"])
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
@@ -367,7 +323,7 @@ def test_what_is_harmless_is_shared(wrapper: Any) -> None:
     x, table = torch.randn(5, 4), torch.randn(7, 4)
     others = (
         *("name", 3, 2.5, 1j, None, b"x", True, Color.RED, torch.float32, torch.device("cpu")),
-        *(torch.Size([5]), print, tokens, slice(1), object(), range(3), Cache, iter([1])),
+        *(torch.Size([5]), print, lstm, slice(1), object(), range(3), Kept, iter([1])),
         *(types.SimpleNamespace(width=4), Vocabulary(), Kept(table), Kept(nn.Linear(5, 5))),
         *(nn.Linear(5, 5), torch.Generator()),
     )
@@ -384,14 +340,18 @@ def test_what_is_harmless_is_shared(wrapper: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
+        Kept,
         lambda x: {x, x + 1},
         lambda x: torch.distributions.Normal(x, 1.0),
         lambda x: Kept(x) if x.shape[0] == 3 else None,
     ],
-    ids=["set", "distribution", "one of two"],
+    ids=["box", "set", "distribution", "one of two"],
 )
-def test_other_objects_that_are_returned_come_once_per_replica(wrapper: Any, make: Any) -> None:
+def test_objects_that_are_returned_come_once_per_replica(wrapper: Any, make: Any) -> None:
     x, net = torch.randn(5, 4), Gives(make)
     got = wrapper(net, ["cpu", "cpu"])(x)
-    torch.testing.assert_close(got["x"], net.linear(x))
+    torch.testing.assert_close(got["x"], net(x)["x"])
     assert [type(one) for one in got["more"]] == [type(make(x[:3])), type(make(x[3:]))]
+    boxes = [one.value for one in got["more"] if isinstance(one, Kept)]
+    assert_all_close(boxes, got["x"].split([3, 2])[: len(boxes)])
+    assert type(wrapper(net, ["cpu"])(x)["more"]) is type(make(x))
