@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dataparallel as dp
@@ -85,16 +84,3 @@ class FailInBackward(torch.autograd.Function):
         if ctx.error is not None:
             raise ctx.error
         return grad, None
-
-
-def average_gradients(module: nn.Module, share: float) -> None:
-    """What a wrapper does with the gradients of the bare module; a collective call."""
-    for parameter in module.parameters():
-        used = torch.tensor(float(parameter.grad is not None))
-        dist.all_reduce(used)
-        if used:
-            total = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                total += parameter.grad * share
-            dist.all_reduce(total)
-            parameter.grad = total

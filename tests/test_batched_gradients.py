@@ -8,41 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import functional, grad, gradcheck, gradgradcheck
 
 import dataparallel as dp
 from tests.cluster import Cluster
+from tests.ddp_cases import Net, batch, two_layers
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 
 
-class Net(nn.Module):
-    """Several layers, one of which is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.unused = nn.Linear(2, 2)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        result: Tensor = self.last(torch.tanh(x) * x)
-        return result
-
-
-def used(module: nn.Module) -> list[Tensor]:
-    return [p for name, p in module.named_parameters() if "unused" not in name]
-
-
-def batch(device: str, size: int = 5) -> Tensor:
-    made = torch.Generator().manual_seed(1)
-    return torch.randn(size, 3, dtype=torch.float64, generator=made).to(device)
-
-
-def vectors(like: Tensor) -> Tensor:
-    return torch.randn(3, *like.shape, dtype=like.dtype).to(like.device)
+def used(module: Any) -> list[Tensor]:
+    return [p for name, p in module.named_parameters() if "layers.2" not in name]
 
 
 def _of_gradients(model: Any, x: Tensor) -> Any:
@@ -53,17 +30,17 @@ def _of_gradients(model: Any, x: Tensor) -> Any:
 
 def _batched(inputs: Callable[[Any, Tensor], Any], **options: bool) -> Callable[..., Any]:
     def way(model: Any, x: Tensor) -> Any:
-        torch.manual_seed(2)
         output = model(x)
-        return grad(output, inputs(model, x), vectors(output), is_grads_batched=True, **options)
+        vectors = torch.stack([output.detach(), output.detach().sin()])
+        return grad(output, inputs(model, x), vectors, is_grads_batched=True, **options)
 
     return way
 
 
 def _mapped(model: Any, x: Tensor) -> Any:
-    torch.manual_seed(2)
     output = model(x)
-    return torch.vmap(lambda v: grad(output, [x], v, retain_graph=True))(vectors(output))
+    vectors = torch.stack([output.detach(), output.detach().sin()])
+    return torch.vmap(lambda v: grad(output, [x], v, retain_graph=True))(vectors)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -79,9 +56,9 @@ WAYS: dict[str, Callable[..., Any]] = {
 @WRAPPERS
 @pytest.mark.parametrize("way", WAYS)
 def test_several_replicas_refuse_them(slots: list[str], wrapper: Any, way: str) -> None:
-    bare = Net().to(slots[0])
+    bare = Net(slots[0], two_layers)
     model = wrapper(copy.deepcopy(bare), slots[:3])
-    x = batch(slots[0]).requires_grad_()
+    x = batch(slots[0], size=5, grad=True)
     with pytest.raises(RuntimeError, match=r"batched .*several replicas; .*vectorize=False"):
         WAYS[way](model, x)
     # What they are computed from works, one after the other.
@@ -90,8 +67,7 @@ def test_several_replicas_refuse_them(slots: list[str], wrapper: Any, way: str) 
 
 @WRAPPERS
 def test_gradients_pass_the_checks_of_torch(slots: list[str], wrapper: Any) -> None:
-    model = wrapper(Net().to(slots[0]), slots[:2])
-    x = batch("cpu", 3).requires_grad_()
+    model, x = wrapper(Net(slots[0], two_layers), slots[:2]), batch(size=2, grad=True)
 
     def from_cpu(x: Tensor) -> Tensor:
         # The checks perturb their inputs element by element, which is a matter of the CPU.
@@ -103,10 +79,10 @@ def test_gradients_pass_the_checks_of_torch(slots: list[str], wrapper: Any) -> N
 
 
 def _one_replica(rank: int, world_size: int) -> list[Tensor]:
-    bare = Net()
+    bare = Net("cpu", two_layers)
     model = dp.DistributedDataParallel(bare, ["cpu"])
+    x = batch(seed=rank, grad=True)
     for way in ("jacobian", "of inputs", "vmap"):
-        x = (batch("cpu") + rank).requires_grad_()
         torch.testing.assert_close(WAYS[way](model, x), WAYS[way](bare, x))
     with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
         WAYS["of everything"](model, x)
@@ -117,4 +93,4 @@ def _one_replica(rank: int, world_size: int) -> list[Tensor]:
 def test_one_replica_has_those_of_its_inputs(cluster: Cluster) -> None:
     first, second = cluster.run(_one_replica, 2)
     torch.testing.assert_close(first, second)
-    assert len(first) == 4
+    assert len(first) == 5

@@ -14,24 +14,15 @@ from dataparallel.extras.balancing.speeds import Cost, divide, fits, slowest
     ("batch_size", "costs", "limits", "sizes"),
     [
         # Nothing is known: as torch divides, and so it does where limits allow it.
-        (10, None, [None] * 4, (3, 3, 3, 1)),
         (10, None, [3, 3, 2, None], (3, 3, 2, 2)),
         (37, None, [None, 9], (28, 9)),
-        # In proportion to speed, and to what is left of a common time.
-        (64, [(0, 1), (0, 1), (0, 2)], [None] * 3, (26, 26, 12)),
-        (24, [(10, 1), (0, 1)], [None, None], (7, 17)),
         # However slow or busy, a replica gets a sample.
-        (8, [(0, 1), (0, 1000)], [None, None], (7, 1)),
         (8, [(0, 1), (1000, 1)], [None, None], (7, 1)),
-        # Limits.
         (30, [(0, 1), (0, 1), (0, 9)], [4, 20, None], (4, 20, 6)),
         # Too much for the limits: in proportion to them.
         (30, [(0, 1), (0, 2)], [4, 8], (10, 20)),
         (30, None, [4, 1], (24, 6)),
-        # Fewer samples than replicas.
-        (2, [(0, 1), (0, 1), (0, 1)], [None] * 3, (1, 1)),
         (0, [(0, 1), (0, 1)], [None] * 2, (0,)),
-        (5, [(0, 1)], [None], (5,)),
     ],
 )
 def test_divisions(

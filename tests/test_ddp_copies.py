@@ -13,34 +13,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 import dataparallel as dp
 from dataparallel.comm.failures import CollectiveTimeout
 from tests.cluster import Cluster
+from tests.ddp_cases import Net, batch, grads, two_layers
 
 
-def make_net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+def make_net() -> Net:
+    return Net("cpu", two_layers)
 
 
 def backward(model: Any, rank: int, step: int = 0) -> None:
-    x = batch(rank, step).to(next(model.parameters()).device)
-    model(x).square().sum().backward()
+    device = str(next(model.parameters()).device)
+    model(batch(device, 10 * step + rank)).square().sum().backward()
 
 
-def grads(model: Any) -> list[Tensor]:
-    return [p.grad.detach().cpu().clone() for p in model.module.parameters()]
-
-
-def _parameters(model: Any) -> list[Tensor]:
+def _parameters(model: Any) -> list[Tensor | None]:
     return [p.detach() for p in model.parameters()]
 
 
@@ -57,10 +48,6 @@ def _trained(model: Any, rank: int) -> None:
         backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _after_a_forward(model: Any, rank: int) -> None:
-    model(batch(rank).to(next(model.parameters()).device))
 
 
 def _accumulated(model: Any, rank: int) -> None:
@@ -80,12 +67,6 @@ def _hooked(model: Any, rank: int) -> None:
     _trained(model, rank)
 
 
-def _with_power_sgd(model: Any, rank: int) -> None:
-    state = powerSGD_hook.PowerSGDState(None, 1, 2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    _trained(model, rank)
-
-
 def _with_steps_in_backward(model: Any, rank: int) -> None:
     model.step_in_backward(torch.optim.SGD, lr=0.1, momentum=0.9)
     backward(model, rank)
@@ -96,7 +77,6 @@ _VIRTUAL = ["virtual:0", "virtual:1"]
 #: What is done before the wrapper is copied, its devices and its options.
 STATES: dict[str, tuple[Callable[[Any, int], None], list[str], dict[str, Any]]] = {
     "before the first forward": (lambda model, rank: None, _CPU, {}),
-    "after a forward": (_after_a_forward, _CPU, {}),
     "after a step": (_trained, _VIRTUAL, {}),
     "accumulated": (_accumulated, _VIRTUAL, {}),
     "accumulated sums": (_accumulated, _CPU, {"average": "none"}),
@@ -110,7 +90,6 @@ STATES: dict[str, tuple[Callable[[Any, int], None], list[str], dict[str, Any]]] 
         },
     ),
     "a hook": (_hooked, _CPU, {}),
-    "a hook of torch's": (_with_power_sgd, _CPU, {}),
     "steps in backward": (_with_steps_in_backward, _CPU, {}),
 }
 
@@ -157,57 +136,47 @@ def test_copies_are_made_alone_and_train_together(cluster: Cluster, name: str) -
     cluster.run(_copies, 2, name, timeout=60, virtual=STATES[name][1] == _VIRTUAL)
 
 
-def _alone(rank: int, world_size: int) -> dict[str, Any]:
+def _alone(rank: int, world_size: int) -> bytes:
     """What a process does with copies while the others wait for it, and what it does not."""
-    model: Any = dp.DistributedDataParallel(make_net(), ["cpu"], timeout=0.5)
+    net = make_net()
+    model: Any = dp.DistributedDataParallel(net, ["cpu"], timeout=0.5)
     with model.join():
         backward(model, rank)
-        within = copy.deepcopy(model)
-    for each in (model, within):
-        each.zero_grad()
-        backward(each, rank, 1)
-    torch.testing.assert_close(grads(within), grads(model))
-    net = nn.Sequential(nn.Linear(3, 2))
-    plain: Any = dp.DistributedDataParallel(net, ["cpu", "cpu"], timeout=0.5)
-    found: dict[str, Any] = {}
-    again = copy.deepcopy(model)
+        within, again = copy.deepcopy(model), copy.deepcopy(model)
     if rank == 0:
-        frozen = copy.deepcopy(plain).requires_grad_(False)
+        frozen, moved = copy.deepcopy(model).requires_grad_(False), copy.deepcopy(model)
         with torch.no_grad():
-            for each in (copy.deepcopy(plain), restored(plain), AveragedModel(plain), frozen):
-                torch.testing.assert_close(each(batch(0)), net(batch(0)))
-        moved = copy.deepcopy(plain)
-        moved.module.to(torch.float64)
-        assert restored(moved).state_dict()["0.weight"].dtype == torch.float64
+            for each in (copy.deepcopy(model), restored(model), AveragedModel(model), frozen):
+                torch.testing.assert_close(each(batch()), net(batch()))
+        moved.module.to(torch.float32)
+        assert restored(moved).state_dict()["scale"].dtype == torch.float32
         with pytest.raises(CollectiveTimeout, match="rank 1"):
             backward(again, rank)
     dist.barrier()
-    model.close()
     loaded = restored(model)
-    for each in (again, loaded, model):
+    model.close()
+    found = []
+    for each in (model, within, again, loaded, restored(model)):
         each.zero_grad()
         backward(each, rank, 7)
-        found.setdefault("grads", []).append(grads(each))
+        found.append(grads(each))
+    for each in found:
+        torch.testing.assert_close(each, found[0])
     buffer = io.BytesIO()
     torch.save(loaded, buffer)
-    found["saved"] = buffer.getvalue()
-    return found
+    return buffer.getvalue()
 
 
 def test_copies_in_one_process_alone(cluster: Cluster) -> None:
     """It evaluates, moves and saves them; a step alone fails and says who is missing."""
-    both = cluster.run(_alone, 2, timeout=60)
-    for found in both:
-        again, loaded, itself = found["grads"]
-        torch.testing.assert_close(again, itself)
-        torch.testing.assert_close(loaded, itself)
+    saved, _ = cluster.run(_alone, 2, timeout=60)
     # Where there is no process group, what was saved trains by itself.
-    model = torch.load(io.BytesIO(both[0]["saved"]), weights_only=False)
+    model = torch.load(io.BytesIO(saved), weights_only=False)
     assert model.process_group is None
     net = copy.deepcopy(model.module)
-    backward(model, 0, 1)
-    net(batch(0, 1)).square().sum().backward()
-    torch.testing.assert_close(grads(model), grads(torch.nn.DataParallel(net)), atol=1e-4, rtol=0)
+    for each in (model, net):
+        backward(each, 0)
+    torch.testing.assert_close(grads(model), grads(net))
 
 
 def _in_groups(rank: int, world_size: int) -> None:

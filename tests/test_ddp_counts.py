@@ -1,18 +1,22 @@
-"""What a step of DistributedDataParallel costs, counted: collectives, copies, memory."""
+"""What a step costs, counted: collectives, copies, memory, threads."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import kernels
-from dataparallel.reducer import buckets
+from dataparallel import DataParallel
+from dataparallel.comm import local
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, two_layers, wrap
 
@@ -74,27 +78,19 @@ class _Large(TorchDispatchMode):
         return result
 
 
-def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> list[Any]:
-    """Storages of buckets, large tensors and copies out of buckets, in two steps after three."""
+def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> list[str]:
+    """Large tensors that are made in two steps after three."""
     net, large = Net("cpu", _three_layers), _Large()
     model = wrap(net, replicas, gradient_as_bucket_view=view)
-    storages = mock.patch.object(buckets, "BucketStorage", wraps=buckets.BucketStorage)
-    copies = mock.patch.object(kernels, "unflatten", wraps=kernels.unflatten)
     for step in range(5):
         net.zero_grad()
         output = model(batch(), 0).sum()
-        if step < 3:
+        with large if step > 2 else contextlib.nullcontext():
             output.backward()
-            continue
-        with storages as made, copies as copied, large:
-            output.backward()
-        assert made.call_count == 0
-        assert bool(copied.call_count) is not view
     flats = {
         b.storage.flat.untyped_storage().data_ptr() for b in model.reducer.buckets.all if b.storage
     }
     grads = [p.grad for p in net.parameters() if p.grad is not None]
-    assert len(grads) == 7
     assert [g.untyped_storage().data_ptr() in flats for g in grads] == [view] * 7
     return large.made
 
@@ -104,7 +100,6 @@ def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> list[
 def test_the_reducer_allocates_nothing_after_the_third_step(
     cluster: Cluster, replicas: int, view: bool
 ) -> None:
-    """With views, nothing is copied out of buckets either."""
     assert cluster.run(_allocations, 2, replicas, view) == [[], []]
 
 
@@ -131,3 +126,50 @@ def _views_that_stay(rank: int, world_size: int, average: Any) -> list[str]:
 def test_bucket_views_that_were_not_set_to_none_stay(cluster: Cluster, average: str) -> None:
     """An optimizer, or a captured graph, may hold what ``.grad`` is."""
     assert cluster.run(_views_that_stay, 2, average) == [[], []]
+
+
+# --- DataParallel --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counting_copies() -> Iterator[list[torch.device]]:
+    """Where copies go that are made in the block."""
+    with mock.patch.object(local, "arrive", wraps=local.arrive) as arrive:
+        made: list[torch.device] = []
+        yield made
+        made += [call.args[0] for call in arrive.call_args_list]
+
+
+def _wrapped(devices: list[str]) -> DataParallel[nn.Sequential]:
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    return DataParallel(layers.to(devices[0]), devices)
+
+
+def test_a_forward_copies_parameters_only_after_a_step_and_packed() -> None:
+    devices = [f"virtual:{i}" for i in range(3)]
+    model = _wrapped(devices).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(6, 3, device=devices[0])
+    model(x).sum().backward()
+    with counting_copies() as again:
+        model(x)
+    # A chunk goes to each other device, and the outputs come back together.
+    assert sorted(map(str, again)) == devices
+    optimizer.step()
+    with counting_copies() as after:
+        model(x)
+    assert sorted(map(str, (Counter(after) - Counter(again)).elements())) == devices[1:]
+
+
+def test_no_thread_starts_after_the_first_forward(slots: list[str]) -> None:
+    """Nor is anything copied between replicas on the CPU."""
+    model, x = _wrapped(slots), torch.randn(8, 3, device=slots[0])
+    with counting_copies() as seen:
+        model(x).sum().backward()
+    assert bool(seen) == (slots[0] != "cpu")
+    with mock.patch.object(threading.Thread, "start", autospec=True) as start:
+        for _ in range(3):
+            model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
+    start.assert_not_called()

@@ -1,4 +1,4 @@
-"""The names of torch's wrapper: ours has them, and they mean what they mean there."""
+"""The names of torch's wrapper mean what they mean there, those of its logging data too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 import dataparallel as dp
+from dataparallel.reducer.statistics import Statistics
+from dataparallel.threads.timeline import Phase, Span, Timeline
+from dataparallel.virtual import pending
 from tests.cluster import Cluster
-from tests.ddp_cases import Net, batch, two_layers, wrap
+from tests.ddp_cases import Net, batch, one_layer, two_layers, wrap
 
 #: Public names of torch's class and its objects that ours do not have.
 NOT_HERE = {
@@ -34,21 +38,18 @@ def make_net() -> Net:
     return Net("cpu", two_layers)
 
 
-def step(model: Any) -> None:
-    model(batch()).sum().backward()
+def step(model: Any, *args: Any) -> None:
+    model(batch(), *args).sum().backward()
 
 
 def _has_not(names: set[str], owner: Any) -> set[str]:
     return {name for name in names if not name.startswith("_") and not hasattr(owner, name)}
 
 
-def test_every_method_of_torch_is_here_or_has_a_reason_not_to_be() -> None:
-    theirs = set(vars(nn.parallel.DistributedDataParallel))
-    assert _has_not(theirs, dp.DistributedDataParallel) <= NOT_HERE
-
-
-def test_arguments_of_torch_are_here_and_have_their_places() -> None:
-    theirs = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+def test_methods_and_arguments_of_torch_are_here() -> None:
+    torchs = nn.parallel.DistributedDataParallel
+    assert _has_not(set(vars(torchs)), dp.DistributedDataParallel) <= NOT_HERE
+    theirs = list(inspect.signature(torchs).parameters)
     ours = list(inspect.signature(dp.DistributedDataParallel).parameters)
     assert ours[: len(theirs)] == theirs
 
@@ -64,10 +65,6 @@ def _attributes(rank: int, world_size: int) -> None:
     assert ours._join_config == theirs._join_config and isinstance(ours, Joinable)
 
 
-def test_attributes_have_the_values_of_torch(cluster: Cluster) -> None:
-    cluster.run(_attributes, 2)
-
-
 def _static(rank: int, world_size: int) -> None:
     model = wrap(make_net(), 1)
     model._set_static_graph()
@@ -81,8 +78,9 @@ def _static(rank: int, world_size: int) -> None:
         late._set_static_graph()
 
 
-def test_static_graph_is_set_before_the_first_backward(cluster: Cluster) -> None:
-    cluster.run(_static, 2)
+@pytest.mark.parametrize("what", [_attributes, _static])
+def test_they_have_the_values_of_torch(cluster: Cluster, what: Any) -> None:
+    cluster.run(what, 2)
 
 
 def test_the_wrappers_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +88,187 @@ def test_the_wrappers_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPat
     torchs = nn.parallel.DistributedDataParallel, nn.DataParallel
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", dp.DistributedDataParallel)
     monkeypatch.setattr(nn.parallel, "DataParallel", dp.DataParallel)
-    monkeypatch.setattr(nn, "DataParallel", dp.DataParallel)
-    for wrapper in (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel, nn.DataParallel):
+    for wrapper in (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel):
         net = make_net()
         wrapper_class: Any = wrapper
-        assert wrapper_class not in torchs
         dp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             net, ["layers.0.bias"]
         )
         model = wrapper_class(net, ["cpu", "cpu"])
-        assert isinstance(model, nn.DataParallel) and isinstance(model, torchs[1])
+        assert isinstance(model, torchs[1]) and wrapper_class not in torchs
         for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             one.zero_grad()
             step(one)
             assert list(one.state_dict()) == list(net.state_dict())
+
+
+# --- logging data --------------------------------------------------------------------------------
+
+#: What is about another way to reduce, what is called otherwise, and what os.environ tells.
+_DIFFERENT = {
+    # Torch's first plan is one bucket, since it does not look for unused parameters.
+    "bucket_sizes",
+    "initial_bucket_size_limits",
+    "gloo_num_threads",
+    "dtypes",
+    *("master_addr", "master_port", "torch_distributed_debug", "cuda_visible_devices"),
+    *("gloo_device_transport", "gloo_socket_ifname"),
+}
+
+
+def _logging(rank: int, world_size: int, replicas: int) -> list[dict[str, Any]]:
+    """The data at first, after each step, and after forwards that are no iteration."""
+    torch.manual_seed(2)
+    net = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).double()
+    model = wrap(net, replicas, find_unused_parameters=False)
+    model._set_ddp_runtime_logging_sample_rate(4)
+    found = [dict(model._get_ddp_logging_data())]
+    for number in range(14):
+        step(model)
+        found.append(dict(model._get_ddp_logging_data()))
+        if number % 5 == 0:
+            with torch.no_grad():
+                model(batch())
+            with model.no_sync():
+                step(model)
+            found.append(dict(model._get_ddp_logging_data()))
+    return found
+
+
+def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
+    """With two replicas, the same iterations count."""
+    theirs, of_two = cluster.run(_logging, 2, 0), cluster.run(_logging, 2, 2)
+    for ours, two, others in zip(cluster.run(_logging, 2, 1), of_two, theirs, strict=True):
+        for one in (ours, two):
+            assert [each["iteration"] for each in one] == [each["iteration"] for each in others]
+        for number in (0, 3):
+            mine, other = ours[number], others[number]
+            timed = {name for name in other if "time" in name}
+            assert {n: mine.get(n) for n in other.keys() - timed - _DIFFERENT} == {
+                n: other[n] for n in other.keys() - timed - _DIFFERENT
+            }
+            assert all(mine.get(name, -1) >= 0 for name in timed)
+        last = ours[-1]
+        assert last["num_buckets_reduced"] == 1 and last["dtypes"] == "float64"
+        assert min(last["forward_compute_time"], last["backward_compute_time"]) > 0
+        assert 0 <= last["backward_compute_comm_overlap_time"] <= last["backward_comm_time"]
+        order = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
+        begins = [last[f"{name}_start"] for name in order]
+        assert begins == sorted(begins) and last["backward_comm_time_end"] > begins[-1]
+
+
+def _unused(rank: int, world_size: int, replicas: int) -> list[Any]:
+    """The logging data before and after a parameter has had no gradient, against what was said."""
+    net = Net("cpu", lambda net, x, all: two_layers(net, x) if all else one_layer(net, x, 0))
+    net.layers[2].requires_grad_(False)
+    model = wrap(net, replicas, find_unused_parameters=False)
+    step(model, True)
+    before = model._get_ddp_logging_data()
+    # Ours notices in the backward, torch's in the forward after that.
+    prior = "Expected to have finished reduction in the prior iteration"
+    with pytest.raises(RuntimeError, match=prior):
+        for _ in range(2):
+            step(model, False)
+    after = model._get_ddp_logging_data()
+    return [before.get("has_error"), after.get("has_error"), prior in after.get("error", "")]
+
+
+def test_a_round_that_has_failed_is_an_error_in_logging_data(cluster: Cluster) -> None:
+    assert cluster.run(_unused, 2, 2) == cluster.run(_unused, 2, 0)
+
+
+def test_logging_data_without_processes() -> None:
+    """And whether the graph is static, which nobody knows before the second step."""
+    net = Net("cpu", one_layer)
+    model = dp.DistributedDataParallel(net, ["cpu", "cpu"], find_unused_parameters=True)
+    found = []
+    for number in (0, 0, 1, 1):
+        step(model, number)
+        found.append(model._get_ddp_logging_data().get("can_set_static_graph"))
+    assert found == [None, 1, 0, 0]
+    data: dict[str, Any] = model.get_ddp_logging_data()
+    assert (data["world_size"], data["rank"], data["num_sampled"]) == (1, 0, 4)
+    assert data["forward_compute_time"] > 0 and not model.timeline.listeners
+    with pytest.raises(ValueError, match="is sampled, or in more, but got 0"):
+        model._set_ddp_runtime_logging_sample_rate(0)
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+#: Milliseconds: buckets are on their way for 9, of which backward takes 4.
+SPANS: list[tuple[Phase, int, int]] = [
+    ("forward", 0, 3),
+    ("reduce local", 8, 9),
+    ("backward", 4, 12),
+    ("reduce across processes", 14, 17),
+    ("reduce local", 12, 18),
+]
+
+
+def test_lengths_of_spans_and_their_means() -> None:
+    timeline = Timeline([torch.device("cpu")])
+    measured = Statistics(timeline)
+
+    def iterate(factor: int, *, fails: bool = False) -> None:
+        measured.begin()
+        for phase, begin, end in SPANS[: 1 if fails else None]:
+            span = Span(timeline, phase, (0,))
+            span.begin, span.end = begin * factor * 10**6, end * factor * 10**6
+            for listener in timeline.listeners:
+                assert listener.on_span is not None
+                listener.on_span(span)
+        if fails:
+            measured.abandon()
+        else:
+            measured.end()
+
+    for factor in (1, 6):
+        iterate(factor)
+    found = measured.read()
+    assert found["num_sampled"] == 2
+    lengths = {"forward_compute": 3, "backward_compute": 8, "backward_comm": 9}
+    for name, length in {**lengths, "backward_compute_comm_overlap": 4}.items():
+        assert found[f"{name}_time"] == 6 * length * 10**6
+        assert found[f"avg_{name}_time"] == 3.5 * length * 10**6
+    # Both since the same moment.
+    for name, first, last in (("backward_compute", 4, 12), ("backward_comm", 8, 17)):
+        since = found["forward_compute_time_start"]
+        assert abs(found[f"{name}_time_start"] - since - 6 * first * 10**6) < 10**6
+        assert abs(found[f"{name}_time_end"] - since - 6 * last * 10**6) < 10**6
+    # What has failed does not count, and nobody listens after it.
+    iterate(100, fails=True)
+    assert measured.read()["avg_forward_compute_time"] == 3.5 * 3 * 10**6
+    assert not timeline.listeners
+
+
+def test_on_accelerators_events_tell_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's clock stands still, and the work happens later than it is queued."""
+    monkeypatch.setattr("time.perf_counter_ns", lambda: 10**9)
+    virtual = [torch.device("virtual", i) for i in range(2)]
+    timeline = Timeline(virtual)
+    measured = Statistics(timeline)
+    streams = [torch.Stream(device) for device in virtual]
+
+    def compute(device: int) -> None:
+        tensor = torch.ones(100, 100, device=virtual[device])
+        for _ in range(20):
+            tensor = tensor @ tensor
+
+    with streams[0], streams[1]:
+        measured.begin()
+        with timeline.span("forward"):
+            compute(1)
+        with timeline.span("backward"):
+            compute(0)
+            with timeline.span("reduce local", 1):
+                pass
+        measured.end()
+        measured.begin()
+        assert sum(map(pending, streams)) > 0, "measuring has waited for the device"
+    found = measured.read()
+    assert sum(map(pending, streams)) == 0
+    # Each measure is that of the device that had something to do.
+    assert found["forward_compute_time"] > 10_000
+    assert found["backward_compute_time"] > 10_000
+    assert found["backward_comm_time"] < found["backward_compute_time"]
+    assert found["backward_compute_comm_overlap_time"] <= found["backward_comm_time"]

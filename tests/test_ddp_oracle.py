@@ -39,3 +39,14 @@ def test_training_is_that_of_torch(
     for mine, other in zip(ours, theirs, strict=True):
         assert_all_close(mine, other)
         assert all(map(torch.equal, mine, ours[0]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_deterministic_sums_have_the_same_bits_for_any_bucket_size(
+    cluster: Cluster, replicas: int
+) -> None:
+    sizes: list[Any] = [0.0001, 0.0005, [0.0003, 25], 25]
+    options = [{"deterministic": True, "bucket_cap_mb": size} for size in sizes]
+    first, *others = [cluster.run(_trained, 3, replicas, each) for each in options]
+    for found in [*first, *(rank for ranks in others for rank in ranks)]:
+        assert all(map(torch.equal, found, first[0]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,17 +42,6 @@ def around_a_reentrant_checkpoint(wrap: Wrap, device: str) -> Results:
     x = batch(device, 5, grad=True)
     backward(model(checkpoint(model, model(x * 2), use_reentrant=True)).sin().sum())
     return [*results, *grads(net), x.grad]
-
-
-def third_order(wrap: Wrap, device: str) -> Results:
-    net = Net(device, two_layers)
-    x = batch(device, grad=True)
-    y = wrap(net)(x).sum()
-    for _ in range(2):
-        (y,) = torch.autograd.grad(y, x, create_graph=True)
-        y = y.pow(2).sum()
-    backward(y)
-    return [*grads(net), x.grad]
 
 
 def odd_outputs(wrap: Wrap, device: str) -> Results:
@@ -144,66 +132,48 @@ def a_tensor_from_outside_that_thaws(wrap: Wrap, device: str) -> Results:
 
 def step(model: Any, net: nn.Module, device: str, seed: int) -> list[Tensor | None]:
     output = model(batch(device, seed))
-    backward(output.pow(2).sum())
+    if output.requires_grad:
+        backward(output.pow(2).sum())
     return [output.detach(), *grads(net)]
 
 
-def other_memory(wrap: Wrap, device: str) -> Results:
-    net = Net(device, two_layers)
-    model = wrap(net)
-    results = step(model, net, device, 0)
-    first: Any = net.layers[0]
-    second: Any = net.layers[1]
-    weight = first.weight
+def _changes(model: Any, net: Any, device: str) -> Iterator[None]:
+    weight = net.layers[0].weight
+    yield
     weight.data = torch.full_like(weight, 0.1)
-    results += step(model, net, device, 1)
-    second.bias.data.add_(2)
-    results += step(model, net, device, 2)
+    yield
+    net.layers[1].bias.data.add_(2)
+    yield
     net.zero_grad()
     weight.data = weight.data.t()
-    return results + step(model, net, device, 3)
-
-
-def replaced_parts(wrap: Wrap, device: str) -> Results:
-    net = Net(device, two_layers)
-    model = wrap(net)
-    step(model, net, device, 0)
+    yield
     state = {name: torch.full_like(value, 0.05) for name, value in net.state_dict().items()}
     model.load_state_dict(state, assign=True)
-    results = step(model, net, device, 1)
+    yield
     net.layers[0].weight = nn.Parameter(torch.full((6, 6), 0.1, dtype=torch.float64).to(device))
-    results += step(model, net, device, 2)
+    yield
     torch.manual_seed(1)
     net.layers[1] = nn.Sequential(nn.Tanh(), nn.Linear(6, 6, dtype=torch.float64).to(device))
-    return results + step(model, net, device, 3)
+    for frozen in (net.layers[1], net.layers[0], net):
+        frozen.requires_grad_(False)
+        yield
+        net.zero_grad()
+        yield
+    net.requires_grad_(True)
+    yield
 
 
-def replaced_module(wrap: Wrap, device: str) -> Results:
-    """As in bagging, where one wrapper trains one network after another."""
-    net, other = Net(device, two_layers), Net(device, two_layers)
-    model = wrap(net)
-    results = step(model, net, device, 0)
+def changes_between_steps(wrap: Wrap, device: str) -> Results:
+    net = Net(device, two_layers)
+    model, results = wrap(net), []
+    for seed, _ in enumerate(_changes(model, net, device)):
+        results += step(model, net, device, seed)
+    other = Net(device, two_layers)
     if model is net:
         return results + step(other, other, device, 1)
+    # As in bagging, where one wrapper trains one network after another.
     model.module = other
     return results + step(model, other, device, 1)
-
-
-def frozen_and_thawed(wrap: Wrap, device: str) -> Results:
-    net = Net(device, two_layers)
-    net.layers[1].requires_grad_(False)
-    model = wrap(net)
-    results = step(model, net, device, 0)
-    net.layers[0].requires_grad_(False)
-    results += step(model, net, device, 1)
-    net.zero_grad()
-    results += step(model, net, device, 2)
-    net.requires_grad_(True)
-    results += step(model, net, device, 3)
-    net.requires_grad_(False)
-    output = model(batch(device))
-    assert not output.requires_grad
-    return [*results, output]
 
 
 def an_optimizer_in_a_hook(wrap: Wrap, device: str) -> Results:
@@ -286,65 +256,6 @@ def one_tensor_given_twice(wrap: Wrap, device: str) -> Results:
     return [first, second, *grads(front, net)]
 
 
-#: These hold for `DataParallel`, too; there parameters have no persistent replicas.
-WRITTEN: list[Case] = [
-    an_input_that_grows,
-    one_tensor_given_twice,
-]
-CASES: list[Case] = [
-    around_a_reentrant_checkpoint,
-    third_order,
-    odd_outputs,
-    a_closure_over_a_leaf,
-    attributes_that_require_grad,
-    a_tensor_from_outside_that_thaws,
-    other_memory,
-    replaced_parts,
-    replaced_module,
-    frozen_and_thawed,
-    an_optimizer_in_a_hook,
-    other_forwards_between,
-    *WRITTEN,
-]
-
-
-def compare(case: Case, wrap: Wrap, device: str) -> None:
-    expected = case(lambda module: module, device)
-    got = case(wrap, device)
-    moved = [[None if r is None else r.detach().cpu() for r in each] for each in (got, expected)]
-    assert_all_close(*moved)
-
-
-#: Devices and options. With nothing to look for, one replica is the module itself.
-WRAPPERS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "one replica": (["cpu"], {"nonfinite": "raise", "gradient_as_bucket_view": True}),
-    "CPU": (["cpu"] * 3, {"gradient_as_bucket_view": True}),
-    "devices": (["virtual:0", "virtual:1", "virtual:2"], {}),
-}
-
-
-#: On devices, the caller's backward may come to what the replicas' backward still needs, which
-#: torch says; and a subclass that holds tensors cannot be copied there.
-ON_THE_CPU: list[Case] = [a_tensor_that_the_caller_uses_too, parameters_that_hold_tensors]
-RUNS = [
-    *itertools.product(CASES, WRAPPERS),
-    *itertools.product(ON_THE_CPU, [name for name in WRAPPERS if name != "devices"]),
-]
-
-
-@pytest.mark.parametrize(("case", "name"), RUNS, ids=lambda each: getattr(each, "__name__", each))
-def test_training_is_that_of_the_bare_module(case: Case, name: str) -> None:
-    devices, options = WRAPPERS[name]
-    wrap = functools.partial(dp.DistributedDataParallel, device_ids=devices, **options)
-    compare(case, wrap, devices[0])
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("case", WRITTEN, ids=lambda case: case.__name__)
-def test_data_parallel_lets_a_module_write_its_inputs(case: Case, replicas: int) -> None:
-    compare(case, functools.partial(dp.DataParallel, device_ids=["cpu"] * replicas), "cpu")
-
-
 # --- what one replica writes is the caller's -----------------------------------------------------
 
 
@@ -385,23 +296,55 @@ def what_is_cut_off(wrap: Wrap, device: str) -> Results:
     return [h, *grads(front, net)]
 
 
-ONE_REPLICA: list[Case] = [
-    the_caller_goes_on_with_it,
-    what_is_filled,
-    what_is_cut_off,
+# --- against the bare module ---------------------------------------------------------------------
+
+CASES: list[Case] = [
+    around_a_reentrant_checkpoint,
+    odd_outputs,
+    a_closure_over_a_leaf,
+    attributes_that_require_grad,
+    a_tensor_from_outside_that_thaws,
+    changes_between_steps,
+    an_optimizer_in_a_hook,
+    other_forwards_between,
 ]
+#: On devices, the caller's backward may come to what the replicas' backward still needs, which
+#: torch says; and a subclass that holds tensors cannot be copied there.
+ON_THE_CPU: list[Case] = [a_tensor_that_the_caller_uses_too, parameters_that_hold_tensors]
+WRITTEN: list[Case] = [an_input_that_grows, one_tensor_given_twice]
+ONE_REPLICA: list[Case] = [the_caller_goes_on_with_it, what_is_filled, what_is_cut_off]
+
+_ONE: dict[str, Any] = {"nonfinite": "raise", "gradient_as_bucket_view": True}
+#: With nothing to look for, one replica is the module itself.
+WRAPPERS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
+    "one replica": (dp.DistributedDataParallel, ["cpu"], _ONE),
+    "CPU": (dp.DistributedDataParallel, ["cpu"] * 3, {"gradient_as_bucket_view": True}),
+    "devices": (dp.DistributedDataParallel, [f"virtual:{i}" for i in range(3)], {}),
+    "DataParallel": (dp.DataParallel, ["cpu"], {}),
+    "DataParallel, two": (dp.DataParallel, ["cpu"] * 2, {}),
+}
+RUNS = [
+    *itertools.product([*CASES, *WRITTEN], ["one replica", "CPU", "devices"]),
+    *itertools.product(ON_THE_CPU, ["one replica", "CPU"]),
+    *itertools.product(WRITTEN, ["DataParallel", "DataParallel, two"]),
+    *itertools.product(ONE_REPLICA, ["one replica", "DataParallel"]),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), RUNS, ids=lambda each: getattr(each, "__name__", each))
+def test_training_is_that_of_the_bare_module(case: Case, name: str) -> None:
+    wrapper, devices, options = WRAPPERS[name]
+    expected = case(lambda module: module, devices[0])
+    got = case(lambda module: wrapper(module, devices, **options), devices[0])
+    moved = [[None if r is None else r.detach().cpu() for r in each] for each in (got, expected)]
+    assert_all_close(*moved)
+
+
+# --- what a module sees and writes ---------------------------------------------------------------
 
 
 def one_replica(module: nn.Module) -> Any:
     return dp.DistributedDataParallel(module, ["cpu"], nonfinite="raise")
-
-
-@pytest.mark.parametrize(
-    "wrap", [one_replica, functools.partial(dp.DataParallel, device_ids=["cpu"])]
-)
-@pytest.mark.parametrize("case", ONE_REPLICA, ids=lambda case: case.__name__)
-def test_the_caller_sees_what_one_replica_writes(case: Case, wrap: Wrap) -> None:
-    compare(case, wrap, "cpu")
 
 
 @pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])

@@ -500,8 +500,9 @@ def test_a_step_in_backward_is_one_of_its_parameters_alone() -> None:
     assert list(alive) == [twins.plain]
     other = nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
-    for kind in ("in backward", "torch's in backward"):
-        twins = Twins(kind)  # type: ignore[arg-type]
+    kinds: tuple[Kind, ...] = ("in backward", "torch's in backward")
+    for kind in kinds:
+        twins = Twins(kind)
         twins.set_gradients()
         first, second, third, *_ = twins.module.parameters()
         twins.ours.step([other, first, second])
