@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, kernels
 from dataparallel.comm import local
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, two_layers, wrap
@@ -79,14 +79,16 @@ class _Large(TorchDispatchMode):
 
 
 def _allocations(rank: int, world_size: int, replicas: int, view: bool) -> list[str]:
-    """Large tensors that are made in two steps after three."""
+    """Large tensors that are made in two steps after three. Views are not copied to either."""
     net, large = Net("cpu", _three_layers), _Large()
     model = wrap(net, replicas, gradient_as_bucket_view=view)
-    for step in range(5):
-        net.zero_grad()
-        output = model(batch(), 0).sum()
-        with large if step > 2 else contextlib.nullcontext():
-            output.backward()
+    with mock.patch.object(kernels, "unflatten", wraps=kernels.unflatten) as copied:
+        for step in range(5):
+            net.zero_grad()
+            output = model(batch(), 0).sum()
+            with large if step > 2 else contextlib.nullcontext():
+                output.backward()
+    assert bool(copied.call_count) is not view
     flats = {
         b.storage.flat.untyped_storage().data_ptr() for b in model.reducer.buckets.all if b.storage
     }

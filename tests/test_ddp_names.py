@@ -239,6 +239,10 @@ def test_lengths_of_spans_and_their_means() -> None:
     iterate(100, fails=True)
     assert measured.read()["avg_forward_compute_time"] == 3.5 * 3 * 10**6
     assert not timeline.listeners
+    # A forward without a backward counts when the next one begins.
+    measured.begin()
+    measured.begin()
+    assert measured.read()["num_sampled"] == 3
 
 
 def test_on_accelerators_events_tell_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

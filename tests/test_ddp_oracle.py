@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, two_layers, wrap
@@ -50,3 +51,28 @@ def test_deterministic_sums_have_the_same_bits_for_any_bucket_size(
     first, *others = [cluster.run(_trained, 3, replicas, each) for each in options]
     for found in [*first, *(rank for ranks in others for rank in ranks)]:
         assert all(map(torch.equal, found, first[0]))
+
+
+def _sparse(rank: int, world_size: int, replicas: int) -> None:
+    """All look up the first table, rank 0 the second one, nobody the third."""
+    net = Net("cpu", lambda net, x, count: sum(table(x) for table in net.layers[:count]))
+    net.layers = nn.ModuleList(
+        nn.Embedding(5, 3, sparse=True, dtype=torch.float64) for _ in range(3)
+    )
+    bare, x = copy.deepcopy(net), torch.randint(5, (world_size, 4, 2))
+    model = wrap(net, replicas)
+    for _ in range(3):
+        model(x[rank], 1 if rank else 2).sum().backward()
+        for k in range(world_size):
+            (bare(x[k], 1 if k else 2).sum() / world_size).backward()
+        for p, q in zip(net.parameters(), bare.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None and q.grad is not None:
+                assert p.grad.is_sparse
+                torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense())
+            p.grad = q.grad = None
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_sparse_gradients(cluster: Cluster, replicas: int) -> None:
+    cluster.run(_sparse, 2, replicas)

@@ -23,7 +23,7 @@ def linear() -> nn.Linear:
     return nn.Linear(1, 1, bias=False)
 
 
-def gradient_of(model: dp.DistributedDataParallel[nn.Linear], rank: int, **options: Any) -> float:
+def gradient_of(model: dp.DistributedDataParallel[nn.Linear], rank: int) -> float:
     model.zero_grad()
     model(torch.full((2, 1), float(rank + 1))).mean().backward()
     assert model.module.weight.grad is not None

@@ -373,40 +373,41 @@ def test_a_module_sees_the_same_as_the_bare_one() -> None:
     assert net.saw == bare.saw
 
 
-def _leaf(model: Any) -> None:
-    model(batch(grad=True))
-
-
-def _saved_by_the_caller(model: Any) -> None:
-    backward(model(torch.sigmoid(encoder("cpu")(batch()))).sum())
-
-
-def _of_shared_memory(model: Any) -> None:
+def _of_shared_memory() -> tuple[Tensor, ...]:
     h = encoder("cpu")(batch())
-    model.module.function = lambda net, a, b: net.layers[0](a.relu_()) * b
-    model(h, h.view(-1).view(7, 6))
-
-
-def _of_a_view(model: Any) -> None:
-    model.module.function = lambda net, a, b: b.copy_(net.layers[0](a)) * net.scale
-    model(batch(), torch.zeros(7, 2, 6, dtype=torch.float64)[:, 0])
+    return h, h.view(-1).view(7, 6)
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("forward", "inputs", "message"),
     [
-        (_leaf, "a leaf Variable that requires grad is being used in an in-place"),
-        (_saved_by_the_caller, "modified by an inplace operation"),
-        (_of_shared_memory, r"shares memory with another .*clone\(\)"),
-        (_of_a_view, "detach views in-place"),
+        # As the bare module refuses these two.
+        (relu_first, lambda: (batch(grad=True),), "a leaf Variable that requires grad is being"),
+        (
+            relu_first,
+            lambda: (torch.sigmoid(encoder("cpu")(batch())),),
+            "modified by an inplace operation",
+        ),
+        (
+            lambda net, a, b: net.layers[0](a.relu_()) * b,
+            _of_shared_memory,
+            r"shares memory with another .*clone\(\)",
+        ),
+        (
+            lambda net, a, b: b.copy_(net.layers[0](a)) * net.scale,
+            lambda: (batch(), torch.zeros(7, 2, 6, dtype=torch.float64)[:, 0]),
+            "detach views in-place",
+        ),
     ],
 )
-def test_writes_that_are_refused(write: Callable[[Any], None], message: str) -> None:
-    """As the bare module refuses the first two; the wrapper goes on afterwards."""
-    net = Net("cpu", relu_first)
+def test_writes_that_are_refused(
+    forward: Callable[..., Any], inputs: Callable[[], tuple[Tensor, ...]], message: str
+) -> None:
+    """The wrapper goes on afterwards."""
+    net = Net("cpu", forward)
     model = one_replica(net)
     with pytest.raises(RuntimeError, match=message):
-        write(model)
+        backward(model(*inputs()).sum())
     net.function = relu_first
     expected = Net("cpu", relu_first)(encoder("cpu")(batch()))
     assert_all_close([model(encoder("cpu")(batch()))], [expected])

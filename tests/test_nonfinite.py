@@ -126,16 +126,12 @@ def place(rank: int, world: int, replica: int = 0, slot: str = "cpu") -> str:
 # --- injections ------------------------------------------------------------------------------
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Copies of all that a step changes, as bytes."""
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """A copy of all that a step changes, as bytes."""
     tensors = list(model.state_dict().values())
     for state in optimizer.state.values():
         tensors += state.values()
-    return [tensor.detach().cpu().clone().view(-1).view(torch.uint8) for tensor in tensors]
-
-
-def _same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(map(torch.equal, first, second))
+    return torch.cat([tensor.detach().cpu().view(-1).view(torch.uint8) for tensor in tensors])
 
 
 def _inject(
@@ -153,7 +149,7 @@ def _inject(
         before = _state(model, optimizer)
         text = trained(model, *[spoil] * (rank == victim), seed=world * step + rank)
         optimizer.step()
-        contaminated += not _same(before, _state(model, optimizer))
+        contaminated += not torch.equal(before, _state(model, optimizer))
         where = place(victim, world, spoil.replica, slots[spoil.replica])
         kind = "NaN" if value != value else "infinity"
         unnamed += f"not finite on {where}: {spoil.name} ({kind})." not in text
@@ -163,7 +159,7 @@ def _inject(
             trained(each, seed=world * step + rank)
             steps.step()
             steps.zero_grad()
-        contaminated += not _same(_state(model, optimizer), _state(plain, other))
+        contaminated += not torch.equal(_state(model, optimizer), _state(plain, other))
     assert model.num_skipped == (times if options["nonfinite"] == "skip" else 0)
     model.close()
     plain.close()
