@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -10,17 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel.virtual import strict_mode
 
 State: TypeAlias = dict[str, Tensor]
 
-#: The groups over which the tests run: a backend for accelerators alone, and beside gloo.
-BACKENDS = ("vccl", "cpu:gloo,virtual:vccl")
 STEPS = 4
 
 
 class Net(nn.Module):
-    """Has a branch that only some forwards use."""
+    """Has a branch that only some forwards use; its outputs can be spoiled."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -28,22 +24,17 @@ class Net(nn.Module):
         self.branch = nn.Linear(width, width)
         self.last = nn.Linear(width, 3)
 
-    def forward(self, x: Tensor, use_branch: bool = True) -> Tensor:
+    def forward(self, x: Tensor, use_branch: bool = True, spoiled: bool = False) -> Tensor:
         x = torch.tanh(self.first(x))
         if use_branch:
             x = x + self.branch(x)
         output: Tensor = self.last(x)
-        return output
+        return output * float("nan") if spoiled else output
 
 
-def make_net() -> Net:
+def make_net() -> nn.Module:
     torch.manual_seed(5)
     return Net()
-
-
-def slots(rank: int, replicas: int) -> list[str]:
-    """The devices of a process: its own."""
-    return [f"virtual:{rank * replicas + i}" for i in range(replicas)]
 
 
 def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
@@ -58,9 +49,9 @@ def share(step: int, rank: int, sizes: tuple[int, ...] = (6, 6)) -> tuple[Tensor
     return x.split(sizes)[rank], y.split(sizes)[rank]
 
 
-def wrap(module: nn.Module, rank: int, replicas: int, **options: Any) -> Any:
+def wrap(module: nn.Module, rank: int, replicas: int = 1, **options: Any) -> Any:
     """The wrapper over the devices of a process."""
-    devices = slots(rank, replicas)
+    devices = [f"virtual:{rank * replicas + i}" for i in range(replicas)]
     return dp.DistributedDataParallel(module.to(devices[0]), devices, **options)
 
 
@@ -80,59 +71,36 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def steps(
     model: Any,
-    optimizer: torch.optim.Optimizer,
     rank: int,
     numbers: Iterable[int] = range(STEPS),
-    sizes: tuple[int, ...] = (6, 6),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Some steps of one process, with its share of each batch."""
+    optimizer = optimizer or optimizer_of(model)
     here = next(model.parameters()).device
     for step in numbers:
-        x, y = share(step, rank, sizes)
+        x, y = share(step, rank)
         mean_loss(model(x.to(here)), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def train(
-    rank: int,
-    size: int,
-    replicas: int,
-    options: dict[str, Any] | None = None,
-    sizes: tuple[int, ...] = (6, 6),
-    strict: bool = False,
-) -> State:
-    """All steps in one process of several; what was learned."""
-    with strict_mode() if strict else contextlib.nullcontext():
-        model = wrap(make_net(), rank, replicas, **(options or {}))
-        steps(model, optimizer_of(model), rank, sizes=sizes)
-        model.check_replicas()
-        result = state_of(model)
-        model.close()
-    return result
-
-
-def train_bare(
-    sizes: tuple[int, ...] = (6, 6),
-    factor: float = 1.0,
-    module: nn.Module | None = None,
-    numbers: Iterable[int] = range(STEPS),
-) -> State:
+def train_bare(numbers: Iterable[int] = range(STEPS)) -> State:
     """The same steps of the bare module on the whole batch."""
-    module = module or make_net()
+    module = make_net()
     optimizer = optimizer_of(module)
     for step in numbers:
-        x, y = batch(step, sum(sizes))
-        (mean_loss(module(x), y) * factor).backward()
+        x, y = batch(step)
+        mean_loss(module(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     return state_of(module)
 
 
-def check(results: list[State], expected: State, **tolerances: Any) -> None:
+def check(results: list[State], expected: State, what: str = "", **tolerances: Any) -> None:
     """Every process has learned what the bare module has."""
     for rank, result in enumerate(results):
         assert result.keys() == expected.keys()
         for name, value in expected.items():
-            place = f"rank {rank}, {name}: "
+            place = f"{what} rank {rank}, {name}: "
             torch.testing.assert_close(result[name], value, msg=place.__add__, **tolerances)

@@ -22,6 +22,7 @@ from tests.device_only.cases import (
     optimizer_of,
     share,
     state_of,
+    steps,
     train_bare,
     wrap,
 )
@@ -42,13 +43,13 @@ def late(link: ProcessLink, here: str) -> None:
 def fail_late(rank: int, size: int, then: str, folder: str) -> str:
     """Rank 0 alone launches; then both go on with something else."""
     here = f"virtual:{rank}"
-    model = wrap(make_net(), rank, 1)
-    link = ProcessLink(timeout=2, purpose="extra")
+    model = wrap(make_net(), rank)
+    link = ProcessLink(timeout=1, purpose="extra")
     if rank == 0:
         late(link, here)
     elif then == "the same link":
         # The other one has failed by then; else this would be what it waits for.
-        time.sleep(4)
+        time.sleep(2)
     try:
         if then == "the same link":
             link.all_reduce(torch.ones(3, device=here), what="another one").wait()
@@ -57,8 +58,7 @@ def fail_late(rank: int, size: int, then: str, folder: str) -> str:
         elif then == "a checkpoint":
             checkpoint.save(folder, model, step=1, timeout=20).wait(20)
         else:
-            model(share(0, rank)[0].to(here))
-            mean_loss(model(share(0, rank)[0].to(here)), share(0, rank)[1]).backward()
+            steps(model, rank)
     except LOST as error:
         return str(error)
     finally:
@@ -76,23 +76,20 @@ def test_whoever_comes_next_is_told(cluster: Cluster, tmp_path: pathlib.Path, th
 def fail_both(rank: int, size: int) -> tuple[str, State]:
     """Each rank launches where the other does not come; rank 1 hears of rank 0's failure first."""
     here = f"virtual:{rank}"
-    model = wrap(make_net(), rank, 1)
-    optimizer = optimizer_of(model)
-    links = [ProcessLink(timeout=2, purpose=name) for name in ("left", "right")]
+    model = wrap(make_net(), rank)
+    links = [ProcessLink(timeout=1, purpose=name) for name in ("left", "right")]
     late(links[rank], here)
-    time.sleep(2 * rank)
-    x, y = share(0, rank)
+    time.sleep(rank)
     text = "no error"
     try:
         if rank == 0:
             model.check_replicas()
         else:
-            model(x.to(here))
+            model(share(0, rank)[0].to(here))
     except LOST as error:
         text = str(error)
     # All have been told, and make new links now.
-    mean_loss(model(x.to(here)), y).backward()
-    optimizer.step()
+    steps(model, rank, [0])
     return text, state_of(model)
 
 
@@ -110,7 +107,7 @@ def die_in_a_step(rank: int, size: int) -> str:
     """
     with strict_mode():
         here = f"virtual:{rank}"
-        model = wrap(make_net(), rank, 1)
+        model = wrap(make_net(), rank)
         optimizer = optimizer_of(model)
         for step in range(3):
             x, y = share(step, rank)
@@ -140,10 +137,8 @@ def train_and_read(rank: int, size: int, path: str) -> str:
     with open(f"{path}-{rank}", "w+") as file:
         os.dup2(file.fileno(), 2)
         try:
-            model = wrap(make_net(), rank, 1)
-            for step in range(3):
-                x, y = share(step, rank)
-                mean_loss(model(x.to(f"virtual:{rank}")), y).backward()
+            model = wrap(make_net(), rank)
+            steps(model, rank)
         finally:
             os.dup2(kept, 2)
             os.close(kept)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+import dataparallel as dp
+from dataparallel import collectives
 from dataparallel.reducer.verify import ReplicaMismatch
+from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster
 from tests.device_only.cases import (
-    BACKENDS,
     STEPS,
     State,
+    batch,
     check,
     make_net,
     mean_loss,
@@ -25,48 +28,73 @@ from tests.device_only.cases import (
     share,
     state_of,
     steps,
-    train,
     train_bare,
     wrap,
 )
 
-pytestmark = pytest.mark.parametrize("replicas", [1, 2])
+# --- modules -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_are_those_of_the_bare_module(cluster: Cluster, backend: str, replicas: int) -> None:
-    check(cluster.run(train, 2, replicas, virtual=True, backend=backend), train_bare())
+class Words(nn.Module):
+    """Its first gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 3, sparse=True)
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.words((3 * x.abs()).long() % 10).mean(1))
+        return output
 
 
-def test_nothing_is_read_before_it_is_there(cluster: Cluster, replicas: int) -> None:
-    # Default streams defer, so that a wait that is missing shows.
-    options = {"bucket_cap_mb": 0.0002}
-    args = (replicas, options, (6, 6), True)
-    check(cluster.run(train, 2, *args, virtual=True, backend="vccl"), train_bare())
+class Centered(nn.Module):
+    """Takes the mean of the whole batch away, and multiplies by what an exchange brings."""
+
+    def __init__(self, group: str | None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        mean, rows = hidden.mean(0), hidden
+        if self.group is not None:
+            mean = collectives.all_reduce(mean, "avg", self.group)
+            rows = collectives.all_gather_tensor(hidden, 0, self.group)
+        output: Tensor = self.last(hidden - mean) * (1 + rows.square().mean())
+        return output
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], float]] = {
-    "samples": ({"average": "samples"}, (7, 4), 1.0),
-    # Each process has the mean over its samples, and the sum of two means is two means.
-    "none": ({"average": "none"}, (6, 6), 2.0),
-    "deterministic": ({"deterministic": True}, (6, 6), 1.0),
-    "views": ({"gradient_as_bucket_view": True}, (6, 6), 1.0),
-    "static": ({"static_graph": True}, (6, 6), 1.0),
-    "search": ({"find_unused_parameters": True}, (6, 6), 1.0),
-}
+def make_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def train_with_options(rank: int, size: int, replicas: int) -> list[State]:
-    return [train(rank, size, replicas, given, sizes) for given, sizes, _ in OPTIONS.values()]
+# --- cases ---------------------------------------------------------------------------------------
+
+Flags = Callable[[int, int], tuple[bool, ...]]
 
 
-def test_options(cluster: Cluster, replicas: int) -> None:
-    got = cluster.run(train_with_options, 2, replicas, virtual=True, backend="vccl")
-    for number, (_, sizes, factor) in enumerate(OPTIONS.values()):
-        check([states[number] for states in got], train_bare(sizes, factor))
+class Case(NamedTuple):
+    """How all processes train, and how the bare module does the same."""
 
-
-# --- hooks ----------------------------------------------------------------------------------------
+    options: dict[str, Any] | None = None
+    make: Callable[[], nn.Module] = make_net
+    #: What is done with the wrapper first.
+    prepare: Callable[[Any], object] = lambda model: None
+    sizes: tuple[int, int] = (6, 6)
+    #: By which the loss of the bare module is multiplied, for the whole batch or for each share.
+    factor: float = 1.0
+    by_share: bool = False
+    make_bare: Callable[[], nn.Module] | None = None
+    #: For step and rank, what the module gets beside the batch.
+    flags: Flags = lambda step, rank: ()
+    #: The steps of each rank, those that all skip, and those without a synchronization.
+    batches: tuple[int, int] = (STEPS, STEPS)
+    skipped: tuple[int, ...] = ()
+    unsynchronized: tuple[int, ...] = ()
+    tolerance: float | None = None
+    strict: bool = False
 
 
 def power_sgd() -> powerSGD_hook.PowerSGDState:
@@ -81,140 +109,156 @@ def power_sgd() -> powerSGD_hook.PowerSGDState:
     )
 
 
-#: How each is registered, and how far it may be from the bare module.
-HOOKS: dict[str, tuple[Callable[[Any], object], float]] = {
-    "allreduce": (lambda m: m.register_comm_hook(None, "allreduce"), 1e-6),
-    "torch's allreduce": (lambda m: m.register_comm_hook(None, default_hooks.allreduce_hook), 1e-6),
-    "of a group": (
-        lambda m: m.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook),
-        1e-6,
-    ),
-    "fp16": (lambda m: m.register_comm_hook(None, "fp16_compress"), 1e-3),
-    "torch's fp16": (lambda m: m.register_comm_hook(None, default_hooks.fp16_compress_hook), 1e-3),
-    "bf16": (lambda m: m.register_comm_hook(None, "bf16_compress"), 1e-2),
-    "powerSGD": (lambda m: m.register_comm_hook(power_sgd(), powerSGD_hook.powerSGD_hook), 1e-5),
-}
+def hook(tolerance: float, function: Any, group: bool = False) -> Case:
+    def prepare(model: Any) -> None:
+        model.register_comm_hook(dist.group.WORLD if group else None, function)
+
+    return Case(prepare=prepare, tolerance=tolerance)
 
 
-def train_with_hooks(rank: int, size: int, replicas: int) -> list[State]:
-    states = []
-    for register, _ in HOOKS.values():
-        model = wrap(make_net(), rank, replicas)
-        register(model)
-        steps(model, optimizer_of(model), rank)
-        states.append(state_of(model))
-        model.close()
-    return states
-
-
-def test_hooks(cluster: Cluster, replicas: int) -> None:
-    got = cluster.run(train_with_hooks, 2, replicas, virtual=True, backend="vccl")
-    for number, (_, tolerance) in enumerate(HOOKS.values()):
-        states = [each[number] for each in got]
-        check(states, train_bare(), rtol=0.0, atol=tolerance)
-        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-
-
-# --- what only some processes or steps do ---------------------------------------------------------
-
-
-class Spoiled(nn.Module):
-    """Its gradients are not finite where the input says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net()
-
-    def forward(self, x: Tensor, use_branch: bool, spoiled: bool) -> Tensor:
-        output: Tensor = self.net(x, use_branch)
-        return output * float("nan") if spoiled else output
-
-
-#: By scenario: whether a process uses the branch in a step, and whether its gradients are NaN; what
-#: is skipped by all, and what is not synchronized.
-Uses = Callable[[int, int], tuple[bool, bool]]
-SCENARIOS: dict[str, tuple[Uses, set[int], set[int]]] = {
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    # Default streams defer, so that a wait that is missing shows.
+    "strict": Case({"bucket_cap_mb": 0.0002}, strict=True),
+    "samples": Case({"average": "samples"}, sizes=(7, 4)),
+    # Each process has the mean over its samples, and the sum of two means is two means.
+    "none": Case({"average": "none"}, factor=2.0),
+    "deterministic": Case({"deterministic": True}),
+    "views": Case({"gradient_as_bucket_view": True}),
+    "static": Case({"static_graph": True}),
+    "search": Case({"find_unused_parameters": True}),
+    "sparse": Case(make=Words),
+    "buffers": Case({"buffers": "sync"}, make_norm),
+    "norm": Case(make=lambda: collectives.SyncBatchNorm.convert(make_norm()), make_bare=make_norm),
+    "hybrid": Case(make=lambda: Centered("hybrid"), make_bare=lambda: Centered(None)),
     # In step 0 nobody uses the branch, in step 1 one process, and then both.
-    "branches": (lambda step, rank: (step > rank, False), set(), set()),
-    "accumulation": (lambda step, rank: (True, False), set(), {0, 2}),
-    "not finite": (lambda step, rank: (True, (step, rank) == (1, 1)), {1}, set()),
+    "branches": Case(flags=lambda step, rank: (step > rank,), factor=0.5, by_share=True),
+    "accumulation": Case(unsynchronized=(0, 2)),
+    "not finite": Case(
+        {"nonfinite": "skip"},
+        flags=lambda step, rank: (True, (step, rank) == (1, 1)),
+        skipped=(1,),
+    ),
+    "joined": Case(batches=(STEPS, STEPS - 2), factor=0.5, by_share=True),
+    "hook": hook(1e-6, "allreduce"),
+    "torch's hook": hook(1e-6, default_hooks.allreduce_hook),
+    "hook of a group": hook(1e-6, default_hooks.allreduce_hook, group=True),
+    "fp16": hook(1e-3, "fp16_compress"),
+    "torch's fp16": hook(1e-3, default_hooks.fp16_compress_hook),
+    "bf16": hook(1e-2, "bf16_compress"),
+    "powerSGD": Case(
+        prepare=lambda model: model.register_comm_hook(power_sgd(), powerSGD_hook.powerSGD_hook),
+        tolerance=1e-5,
+    ),
 }
 
+#: What is learned, and in which steps which parameters had a gradient, and which a sparse one.
+Trained = tuple[State, dict[int, list[tuple[bool, bool]]]]
 
-def run_scenario(
-    module: Any,
-    shares: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]],
-    name: str,
-    bare: bool,
-) -> list[bool]:
-    """Train in one process, or with the shares of all; whether the branch had a gradient."""
-    uses, skipped, unsynchronized = SCENARIOS[name]
-    optimizer, had = optimizer_of(module), []
-    branch = getattr(module, "module", module).net.branch
+
+def seen_gradients(module: nn.Module) -> list[tuple[bool, bool]]:
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return [(each is not None, each is not None and each.is_sparse) for each in gradients]
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    return make()
+
+
+def train_case(rank: int, replicas: int, case: Case, place: str) -> Trained:
+    net, had = made(case.make), {}
+    if place == "cpu":
+        model: Any = dp.DistributedDataParallel(net, ["cpu"] * replicas, **(case.options or {}))
+    else:
+        model = wrap(net, rank, replicas, **(case.options or {}))
+    case.prepare(model)
+    optimizer = optimizer_of(model)
+    here = next(model.parameters()).device
+    joining = len({*case.batches}) > 1
+    with model.join(step=optimizer.step) if joining else nullcontext():
+        for step in range(case.batches[rank]):
+            x, y = share(step, rank, case.sizes)
+            with model.no_sync() if step in case.unsynchronized else nullcontext():
+                mean_loss(model(x.to(here), *case.flags(step, rank)), y).backward()
+            had[step] = seen_gradients(net)
+            if step not in case.unsynchronized:
+                optimizer.step()
+                optimizer.zero_grad()
+    model.check_replicas()
+    result = state_of(model)
+    model.close()
+    return result, had
+
+
+def train_bare_case(case: Case) -> Trained:
+    net, had = made(case.make_bare or case.make), {}
+    optimizer = optimizer_of(net)
     for step in range(STEPS):
-        if bare and step in skipped:
+        if step in case.skipped:
             continue
-        for rank, x, y in shares(step):
-            use_branch, spoiled = uses(step, rank)
-            with module.no_sync() if step in unsynchronized and not bare else nullcontext():
-                loss = mean_loss(module(x, use_branch, spoiled), y)
-                (loss / 2 if bare else loss).backward()
-        had.append(branch.weight.grad is not None)
-        if step not in unsynchronized:
+        shares = [(rank, *share(step, rank)) for rank in range(2) if step < case.batches[rank]]
+        for rank, x, y in shares if case.by_share else [(0, *batch(step, sum(case.sizes)))]:
+            (mean_loss(net(x, *case.flags(step, rank)), y) * case.factor).backward()
+        had[step] = seen_gradients(net)
+        if step not in case.unsynchronized:
             optimizer.step()
             optimizer.zero_grad()
-    return had
+    return state_of(net), had
 
 
-def train_scenarios(rank: int, size: int, replicas: int) -> list[tuple[State, list[bool]]]:
-    def shares(step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        x, y = share(step, rank)
-        yield rank, x.to(f"virtual:{rank * replicas}"), y
-
-    found = []
-    for name, (_, skipped, _) in SCENARIOS.items():
-        options = {"nonfinite": "skip"} if skipped else {}
-        model = wrap(Spoiled(), rank, replicas, **options)
-        found.append((run_scenario(model, shares, name, False), state_of(model)))
-        model.close()
-    return [(state, had) for had, state in found]
+def train_cases(
+    rank: int, size: int, replicas: int, names: list[str], place: str
+) -> dict[str, Trained]:
+    found = {}
+    for name in names:
+        with strict_mode(CASES[name].strict):
+            found[name] = train_case(rank, replicas, CASES[name], place)
+    return found
 
 
-def test_what_only_some_processes_or_steps_do(cluster: Cluster, replicas: int) -> None:
-    def shares(step: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        yield from ((rank, *share(step, rank)) for rank in range(2))
-
-    got = cluster.run(train_scenarios, 2, replicas, virtual=True, backend="vccl")
-    for number, name in enumerate(SCENARIOS):
-        module = Spoiled()
-        had = run_scenario(module, shares, name, True)
-        check([each[number][0] for each in got], state_of(module))
-        if name == "branches":
-            assert had == [False, True, True, True]
-            assert all(each[number][1] == had for each in got)
+ALL = list(CASES)
 
 
-def train_joined(rank: int, size: int, replicas: int) -> State:
-    """Process 1 has two batches less than process 0."""
-    model = wrap(make_net(), rank, replicas)
-    optimizer = optimizer_of(model)
-    with model.join(step=optimizer.step):
-        steps(model, optimizer, rank, range(STEPS if rank == 0 else STEPS - 2))
-    model.check_replicas()
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "place", "names"),
+    [
+        ("vccl", "virtual", ALL),
+        ("cpu:gloo,virtual:vccl", "virtual", ["plain"]),
+        # Replicas where the user's group takes no tensors.
+        ("vccl", "cpu", ["plain", "buffers", "hybrid"]),
+    ],
+    ids=["all", "mixed", "cpu"],
+)
+def test_steps_are_those_of_the_bare_module(
+    cluster: Cluster, backend: str, place: str, names: list[str], replicas: int
+) -> None:
+    args = (replicas, names, place)
+    got = cluster.run(train_cases, 2, *args, virtual=True, backend=backend)
+    for name in names:
+        state, had = train_bare_case(CASES[name])
+        states = [each[name][0] for each in got]
+        tolerance = CASES[name].tolerance
+        check(states, state, name, **({} if tolerance is None else {"rtol": 0, "atol": tolerance}))
+        if "norm" not in name and name != "buffers":
+            assert all(torch.equal(states[0][key], states[1][key]) for key in state), name
+        for each in got:
+            seen = each[name][1]
+            assert all(seen[step] == had[step] for step in seen.keys() & had.keys()), name
+            assert seen
+
+
+def test_as_torchs_wrapper(cluster: Cluster) -> None:
+    check(cluster.run(train_peer, 2, virtual=True, backend="vccl"), train_bare())
+
+
+def train_peer(rank: int, size: int) -> State:
+    here = torch.device("virtual", rank)
+    model = nn.parallel.DistributedDataParallel(make_net().to(here))
+    steps(model, rank)
+    assert dist.get_backend() == "vccl"
     return state_of(model)
-
-
-def test_join(cluster: Cluster, replicas: int) -> None:
-    got = cluster.run(train_joined, 2, replicas, virtual=True, backend="vccl")
-    module = make_net()
-    optimizer = optimizer_of(module)
-    for step in range(STEPS):
-        for rank in range(2 if step < STEPS - 2 else 1):
-            x, y = share(step, rank)
-            (mean_loss(module(x), y) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check(got, state_of(module))
 
 
 def differ(rank: int, size: int, replicas: int) -> str:
@@ -230,20 +274,47 @@ def differ(rank: int, size: int, replicas: int) -> str:
     return "no difference"
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_differences_are_found(cluster: Cluster, replicas: int) -> None:
     for text in cluster.run(differ, 2, replicas, virtual=True, backend="vccl"):
         assert "'last.bias': " in text and "; float32 of shape" in text
 
 
-def train_peer(rank: int, size: int) -> State:
-    here = torch.device("virtual", rank)
-    model = nn.parallel.DistributedDataParallel(make_net().to(here))
-    steps(model, optimizer_of(model), rank)
-    assert dist.get_backend() == "vccl"
+# --- buffers of rank 0 ---------------------------------------------------------------------------
+
+
+def train_norm(rank: int, size: int, replicas: int, policy: str) -> State:
+    model = wrap(made(make_norm), rank, replicas, buffers=policy)
+    steps(model, rank)
+    # Brings buffers of rank 0 to all once more.
+    model(share(0, rank)[0].to(model.device_ids[0]))
     return state_of(model)
 
 
-def test_as_torchs_wrapper(cluster: Cluster, replicas: int) -> None:
-    theirs = cluster.run(train_peer, 2, virtual=True, backend="vccl")
-    check(theirs, train_bare())
-    check(cluster.run(train, 2, replicas, virtual=True, backend="vccl"), theirs[0])
+def train_bare_norm(chunks: int, merged: int) -> State:
+    """The same on the CPU in so many chunks; the statistics of the first few count."""
+    net = made(make_norm)
+    optimizer = optimizer_of(net)
+    for number, step in enumerate((*range(STEPS), 0)):
+        before = {name: value.clone() for name, value in net.named_buffers()}
+        kept = []
+        for x, y in zip(*(each.chunk(chunks) for each in batch(step)), strict=True):
+            net.load_state_dict(before, strict=False)
+            (mean_loss(net(x), y) / chunks).backward()
+            kept.append({name: value.clone() for name, value in net.named_buffers()})
+        for name, value in net.named_buffers():
+            values = torch.stack([each[name] for each in kept[:merged]])
+            value.copy_(values.mean(0) if value.is_floating_point() else values[0])
+        if number < STEPS:
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(net)
+
+
+@pytest.mark.parametrize("policy", ["replica0", "mean"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_buffers_of_rank_0(cluster: Cluster, policy: str, replicas: int) -> None:
+    got = cluster.run(train_norm, 2, replicas, policy, virtual=True, backend="vccl")
+    check(got[:1], train_bare_norm(2 * replicas, replicas if policy == "mean" else 1))
+    # After the last broadcast rank 1 has computed with a batch of its own.
+    assert not torch.equal(got[0]["1.running_mean"], got[1]["1.running_mean"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,76 +16,56 @@ from torch import Tensor, nn
 DEVICE = "virtual:1"
 
 
-def moved(value: Any, device: str = DEVICE) -> Any:
-    """A value with all its tensors copied to the device; what requires gradients still does."""
+def moved(value: Any, device: str) -> Any:
+    """A copy with all its tensors on a device; what requires gradients still does."""
     if isinstance(value, Tensor):
-        copied = value.detach().to(device, copy=True)
-        return copied.requires_grad_(value.requires_grad)
+        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).to(device)
     if isinstance(value, (list, tuple)):
         return type(value)(moved(each, device) for each in value)
     return value
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nested result, in order."""
-    if isinstance(value, Tensor):
-        return [value]
+def parts_of(value: Any) -> list[Any]:
+    """What a nested value or a module consists of, in order."""
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
     if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    return []
+        return [part for each in value for part in parts_of(each)]
+    return [value]
 
 
-def assert_same(
-    function: Callable[..., Any], *inputs: Any, exact: bool = True, device: str = DEVICE
-) -> None:
-    """The function gives on the device what it gives on the CPU, gradients and strides included."""
-    others = [moved(each, device) for each in inputs]
-    torch.manual_seed(5)
-    expected = tensors_in(function(*inputs))
-    torch.manual_seed(5)
-    results = tensors_in(function(*others))
-    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
-    assert len(results) == len(expected)
-    for result, wanted in zip(results, expected, strict=True):
-        assert result.device == torch.device(device)
-        assert result.stride() == wanted.stride()
-        torch.testing.assert_close(result.cpu(), wanted, equal_nan=True, **tolerance)
-    leaves = [each for each in tensors_in(inputs) if each.requires_grad]
-    if not leaves:
-        return
-    expected_gradients = torch.autograd.grad(_total(expected), leaves)
-    gradients = torch.autograd.grad(
-        _total(results), [each for each in tensors_in(others) if each.requires_grad]
-    )
-    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
-        assert gradient.device == torch.device(device)
-        torch.testing.assert_close(gradient.cpu(), wanted, **tolerance)
-
-
-def assert_same_module(module: nn.Module, *inputs: Any, exact: bool = True) -> None:
-    """Forward, gradients of inputs and parameters, and buffers are as on the CPU."""
-    other = copy.deepcopy(module).to(DEVICE)
-    results = []
-    for network, arguments in ((module, inputs), (other, moved(list(inputs)))):
+def assert_same(function: Callable[..., Any], *inputs: Any, exact: bool = True) -> None:
+    """A function gives and writes on the device what it does on the CPU, gradients included."""
+    found = []
+    for device in ("cpu", DEVICE):
+        given = moved(list(inputs), device)
         torch.manual_seed(5)
-        outputs = tensors_in(network(*arguments))
-        torch.autograd.backward(_total(outputs))
-        gradients = [p.grad for p in network.parameters() if p.grad is not None]
-        gradients += [a.grad for a in tensors_in(arguments) if a.grad is not None]
-        results.append([*outputs, *gradients, *network.buffers()])
-    assert len(results[0]) == len(results[1])
+        results = parts_of(function(*given))
+        outputs = [part for part in results if isinstance(part, Tensor) and part.requires_grad]
+        if outputs:
+            torch.autograd.backward(_total(outputs))
+        written = [part for part in parts_of(given) if isinstance(part, Tensor)]
+        found.append([*results, *written, *(part.grad for part in written if part.is_leaf)])
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
-    for wanted, result in zip(*results, strict=True):
-        assert result.device == torch.device(DEVICE)
-        torch.testing.assert_close(result.cpu().to_dense(), wanted.to_dense(), **tolerance)
+    for wanted, result in zip(*found, strict=True):
+        if not isinstance(wanted, Tensor):
+            assert result == wanted
+            continue
+        assert (result.device, result.layout) == (torch.device(DEVICE), wanted.layout)
+        if wanted.layout is torch.strided:
+            assert result.stride() == wanted.stride()
+        else:
+            assert result._nnz() == wanted._nnz()
+        left, right = result.cpu().to_dense(), wanted.to_dense()
+        torch.testing.assert_close(left, right, equal_nan=True, **tolerance)
 
 
 def _total(outputs: list[Tensor]) -> Tensor:
     """A scalar that weighs every element differently."""
     sums = []
     for output in outputs:
-        if not output.requires_grad:
-            continue
         real = torch.view_as_real(output) if output.is_complex() else output
         weights = torch.arange(1, real.numel() + 1, dtype=torch.float64).to(real.device)
         sums.append((real * weights.to(real.dtype).view(real.shape)).sum())
@@ -93,8 +74,6 @@ def _total(outputs: list[Tensor]) -> Tensor:
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own, with warnings as errors."""
-    import os
-
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
         capture_output=True,

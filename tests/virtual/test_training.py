@@ -14,43 +14,37 @@ from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import strict_mode
 
 
-def make_network() -> nn.Module:
-    return nn.Sequential(
+def train(device: str, side_stream: bool = False) -> list[Tensor]:
+    """Train for some steps with data of its own; parameters, buffers and losses."""
+    generator = torch.Generator().manual_seed(3)
+    network = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Dropout(0.2),
-        nn.Linear(64, 16),
-        nn.Tanh(),
-        nn.Linear(16, 3),
+        nn.Linear(64, 3),
     )
-
-
-def train(device: str, side_stream: bool = False) -> list[Tensor]:
-    """Train for some steps with data of its own; parameters, buffers and losses."""
-    generator = torch.Generator().manual_seed(3)
-    network = make_network()
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     network.to(device)
     seed_dropout(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    stream = torch.Stream(device) if side_stream else None
+    current = None if device == "cpu" else torch.accelerator.current_stream(torch.device(device))
+    stream = torch.Stream(device) if side_stream else current
     losses = []
     for _ in range(4):
         x = torch.randn(8, 2, 8, 8, generator=generator).to(device, non_blocking=True)
         y = torch.randint(0, 3, (8,), generator=generator).to(device, non_blocking=True)
-        if stream is None:
+        if current is None or stream is None:
             losses.append(step(network, optimizer, x, y))
-        else:
-            current = torch.accelerator.current_stream(torch.device(device))
-            stream.wait_stream(current)
-            with stream:
-                losses.append(step(network, optimizer, x, y))
-            current.wait_stream(stream)
+            continue
+        stream.wait_stream(current)
+        with stream:
+            losses.append(step(network, optimizer, x, y))
+        current.wait_stream(stream)
     return [each.cpu() for each in (*network.state_dict().values(), *losses)]
 
 
@@ -71,10 +65,6 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
     return loss.detach()
 
 
-def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_strict_training_on_two_devices_from_two_threads(side_stream: bool) -> None:
     expected = train("virtual:0")
@@ -83,20 +73,8 @@ def test_strict_training_on_two_devices_from_two_threads(side_stream: bool) -> N
     with strict_mode(), ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(train, f"virtual:{i}", side_stream) for i in range(2)]
         results = [job.result() for job in jobs]
-    assert equal(results[0], expected)
-    assert equal(results[1], expected)
-
-
-def test_one_autograd_thread_per_device() -> None:
-    seen: dict[int, set[int]] = {}
-    parameters = [torch.randn(4, 4, device=f"virtual:{i}", requires_grad=True) for i in range(4)]
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: seen.setdefault(p.device.index, set()).add(threading.get_ident())
-        )
-    torch.autograd.backward([(p @ p).sum() for p in parameters])
-    threads = [next(iter(seen[index])) for index in range(4)]
-    assert len(set(threads)) == 4
+    for result in results:
+        assert all(map(torch.equal, result, expected))
 
 
 def test_kernels_of_several_threads_run_at_once() -> None:
@@ -115,10 +93,7 @@ def test_kernels_of_several_threads_run_at_once() -> None:
 
     leaves = [torch.ones(3, device=f"virtual:{i}", requires_grad=True) for i in range(2)]
     torch.autograd.backward([Meet.apply(leaf).sum() for leaf in leaves])
-    assert barrier.n_waiting == 0
-    for leaf in leaves:
-        assert leaf.grad is not None
-        assert leaf.grad.tolist() == [2.0] * 3
+    assert [None if leaf.grad is None else leaf.grad.tolist() for leaf in leaves] == [[2.0] * 3] * 2
 
 
 def test_threads_that_wait_for_each_others_streams() -> None:

@@ -17,7 +17,7 @@ namespace {
 // Their meta kernels do not describe what their CPU kernels return.
 const std::unordered_set<std::string>& undescribed() {
   static const auto* names = new std::unordered_set<std::string>{
-      "aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+      "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::_embedding_bag_backward"};
   return *names;
 }
 

@@ -4,7 +4,6 @@
 // comes later, in work.exception(), and every later collective is refused. A thread drives the
 // communicator's streams, so that collectives go on although nobody waits.
 #include "communicator.h"
-#include "stream_work.h"
 
 #include <torch/library.h>
 #include <torch/python.h>
@@ -15,6 +14,7 @@
 
 #include <atomic>
 #include <deque>
+#include <memory>
 #include <thread>
 
 namespace device_only {
@@ -23,38 +23,22 @@ namespace {
 using namespace c10d;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
+using Handle = std::unique_ptr<std::shared_ptr<Collective>>;
+
 // An operator that only writes in place is queued on the current stream, and gets the memory of
-// devices as CPU tensors when it runs.
-void run_collective(at::TensorList written, at::TensorList read, int64_t number) {
-  if (const auto collective = table().take(number)) {
-    collective->run(written.vec(), read.vec());
-  }
+// devices as CPU tensors when it runs, once. Operators have plain arguments only: this one owns
+// what is at an address.
+void run_collective(at::TensorList written, at::TensorList read, int64_t address) {
+  const Handle handle(reinterpret_cast<std::shared_ptr<Collective>*>(address));
+  (*handle)->run(written.vec(), read.vec());
 }
 
 // Makes no new shapes.
 void run_nothing(at::TensorList, at::TensorList, int64_t) {}
 
-Tensors joined(const Tensors& first, const Tensors& second) {
-  Tensors result(first);
-  result.insert(result.end(), second.begin(), second.end());
-  return result;
-}
-
-Tensors joined(const std::vector<Tensors>& lists) {
-  Tensors result;
-  for (const auto& list : lists) {
-    result.insert(result.end(), list.begin(), list.end());
-  }
-  return result;
-}
-
 // Dense memory in whatever order, as one dimension.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
-}
-
-bool is_average(const ReduceOp& op) {
-  return op == ReduceOp::AVG;
 }
 
 void check_one(const Tensors& tensors) {
@@ -81,6 +65,12 @@ c10::Device checked_device(const Tensors& tensors) {
   return device;
 }
 
+// Gives the interpreter's lock back for as long as threads end that may want it.
+auto without_lock() {
+  const bool held = Py_IsInitialized() && PyGILState_Check();
+  return held ? std::make_unique<pybind11::gil_scoped_release>() : nullptr;
+}
+
 class DeviceOnly final : public Backend {
  public:
   // `parent`: what the communicator is split from, or nothing.
@@ -100,11 +90,7 @@ class DeviceOnly final : public Backend {
   }
   ~DeviceOnly() override {
     stop();
-    // gloo joins its threads, which may have to let go of objects of Python's.
-    std::optional<pybind11::gil_scoped_release> release;
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      release.emplace();
-    }
+    const auto released = without_lock();
     comm_->gloo.reset();
   }
   const std::string getBackendName() const override {
@@ -154,78 +140,25 @@ class DeviceOnly final : public Backend {
     gloo().barrier(options)->wait();
   }
 
-  // --- reductions ------------------------------------------------------------------------------
+  // --- what the package and torch's wrapper use: others are refused by torch ---------------------
 
   WorkPtr allreduce(Tensors& tensors, const AllreduceOptions& options) override {
     check_one(tensors);
-    return launch(OpType::ALLREDUCE, tensors, {}, tensors, [=, this](auto& written, auto&) {
-      reduce_in_place(written[0], options.reduceOp, options.timeout);
-    });
-  }
-  WorkPtr allreduce_coalesced(
-      Tensors& tensors,
-      const AllreduceCoalescedOptions& options) override {
-    const auto body = [=, this](auto& written, auto&) {
-      for (const auto& each : written) {
-        reduce_in_place(each, options.reduceOp, options.timeout);
-      }
-    };
-    return launch(OpType::ALLREDUCE_COALESCED, tensors, {}, tensors, body);
-  }
-  WorkPtr reduce(Tensors& tensors, const ReduceOptions& options) override {
-    check_one(tensors);
-    return launch(OpType::REDUCE, tensors, {}, tensors, [=, this](auto& written, auto&) {
-      const bool here = options.rootRank == getRank();
-      // What gloo leaves elsewhere than at the root is not what was there.
-      Tensors sent{here ? flat(written[0]) : flat(written[0]).clone()};
+    return launch(OpType::ALLREDUCE, tensors, {}, [=, this](auto& written, auto&) {
+      const bool average = options.reduceOp == ReduceOp::AVG;
       auto plain = options;
-      plain.reduceOp = is_average(options.reduceOp) ? ReduceOp(ReduceOp::SUM) : options.reduceOp;
-      gloo().reduce(sent, plain)->wait();
-      if (is_average(options.reduceOp)) {
-        sent[0].div_(getSize());
+      plain.reduceOp = average ? ReduceOp(ReduceOp::SUM) : options.reduceOp;
+      Tensors sent{flat(written[0])};
+      gloo().allreduce(sent, plain)->wait();
+      if (average) {
+        const bool real = sent[0].is_floating_point() || sent[0].is_complex();
+        real ? sent[0].div_(getSize()) : sent[0].div_(getSize(), "trunc");
       }
     });
   }
-  WorkPtr reduce_scatter(
-      Tensors& outputs,
-      std::vector<Tensors>& inputs,
-      const ReduceScatterOptions& options) override {
-    check_one(outputs);
-    const auto body = [=, this](auto& written, auto& read) {
-      Tensors rows;
-      for (const auto& each : read) {
-        rows.push_back(each.reshape(-1));
-      }
-      scatter_sum(written[0], at::cat(rows), options);
-    };
-    return launch(OpType::REDUCE_SCATTER, outputs, joined(inputs), outputs, body);
-  }
-  WorkPtr _reduce_scatter_base(
-      at::Tensor& output,
-      at::Tensor& input,
-      const ReduceScatterOptions& options) override {
-    const auto body = [=, this](auto& written, auto& read) {
-      scatter_sum(written[0], read[0].clone(), options);
-    };
-    return launch(OpType::_REDUCE_SCATTER_BASE, {output}, {input}, {output}, body);
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(
-      Tensors& outputs,
-      Tensors& inputs,
-      const ReduceScatterOptions& options) override {
-    const auto body = [=, this](auto& written, auto& read) {
-      for (size_t i = 0; i < written.size(); ++i) {
-        scatter_sum(written[i], read[i].clone(), options);
-      }
-    };
-    return launch(OpType::COALESCED, outputs, inputs, outputs, body);
-  }
-
-  // --- copies ----------------------------------------------------------------------------------
-
   WorkPtr broadcast(Tensors& tensors, const BroadcastOptions& options) override {
     check_one(tensors);
-    return launch(OpType::BROADCAST, tensors, {}, tensors, [=, this](auto& written, auto&) {
+    return launch(OpType::BROADCAST, tensors, {}, [=, this](auto& written, auto&) {
       Tensors sent{flat(written[0])};
       gloo().broadcast(sent, options)->wait();
     });
@@ -235,58 +168,20 @@ class DeviceOnly final : public Backend {
       Tensors& inputs,
       const AllgatherOptions& options) override {
     check_one(inputs);
-    const auto body = [=, this](auto& written, auto& read) {
+    return launch(OpType::ALLGATHER, outputs[0], inputs, [=, this](auto& written, auto& read) {
       std::vector<Tensors> results{written};
       Tensors sent{read[0].contiguous()};
       gloo().allgather(results, sent, options)->wait();
-    };
-    return launch(OpType::ALLGATHER, joined(outputs), inputs, outputs[0], body);
+    });
   }
   WorkPtr _allgather_base(
       at::Tensor& output,
       at::Tensor& input,
       const AllgatherOptions& options) override {
-    const auto body = [=, this](auto& written, auto& read) {
-      gather_into(written[0], read[0], options);
-    };
-    return launch(OpType::_ALLGATHER_BASE, {output}, {input}, {output}, body);
-  }
-  WorkPtr allgather_into_tensor_coalesced(
-      Tensors& outputs,
-      Tensors& inputs,
-      const AllgatherOptions& options) override {
-    const auto body = [=, this](auto& written, auto& read) {
-      for (size_t i = 0; i < written.size(); ++i) {
-        gather_into(written[i], read[i], options);
-      }
-    };
-    return launch(OpType::COALESCED, outputs, inputs, outputs, body);
-  }
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const GatherOptions& options)
-      override {
-    check_one(inputs);
-    const auto body = [=, this](auto& written, auto& read) {
-      std::vector<Tensors> results;
-      if (options.rootRank == getRank()) {
-        results.push_back(written);
-      }
-      Tensors sent{read[0].contiguous()};
-      gloo().gather(results, sent, options)->wait();
-    };
-    return launch(OpType::GATHER, joined(outputs), inputs, joined(outputs), body);
-  }
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ScatterOptions& options)
-      override {
-    check_one(outputs);
-    const auto body = [=, this](auto& written, auto& read) {
-      std::vector<Tensors> sent;
-      if (options.rootRank == getRank()) {
-        sent.push_back(read);
-      }
-      Tensors results{written};
-      gloo().scatter(results, sent, options)->wait();
-    };
-    return launch(OpType::SCATTER, outputs, joined(inputs), outputs, body);
+    return launch(OpType::_ALLGATHER_BASE, {output}, {input}, [=, this](auto& to, auto& from) {
+      at::Tensor result = to[0], sent = from[0].contiguous();
+      gloo()._allgather_base(result, sent, options)->wait();
+    });
   }
   WorkPtr alltoall_base(
       at::Tensor& output,
@@ -294,61 +189,11 @@ class DeviceOnly final : public Backend {
       std::vector<int64_t>& gets,
       std::vector<int64_t>& gives,
       const AllToAllOptions& options) override {
-    const auto body = [=, this](auto& written, auto& read) {
-      at::Tensor result = written[0], sent = read[0].contiguous();
-      auto to = gets, from = gives;
-      gloo().alltoall_base(result, sent, to, from, options)->wait();
-    };
-    return launch(OpType::ALLTOALL_BASE, {output}, {input}, {output}, body);
-  }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const AllToAllOptions& options) override {
-    const auto body = [=, this](auto& written, auto& read) {
-      Tensors from, to;
-      std::vector<int64_t> gives, gets;
-      for (const auto& each : read) {
-        from.push_back(each.reshape(-1));
-        gives.push_back(each.numel());
-      }
-      for (const auto& each : written) {
-        to.push_back(each.reshape(-1));
-        gets.push_back(each.numel());
-      }
-      at::Tensor sent = at::cat(from), result = at::cat(to);
-      gloo().alltoall_base(result, sent, gets, gives, options)->wait();
-      const auto parts = result.split_with_sizes(gets);
-      for (size_t i = 0; i < written.size(); ++i) {
-        written[i].copy_(parts[i].view_as(written[i]));
-      }
-    };
-    return launch(OpType::ALLTOALL, outputs, inputs, outputs, body);
-  }
-  // In the order of launch like everything else: two processes that both send before they receive
-  // wait for each other.
-  WorkPtr send(Tensors& tensors, int to, int tag) override {
-    check_one(tensors);
-    return launch(OpType::SEND, {}, tensors, tensors, [=, this](auto&, auto& read) {
-      Tensors sent{read[0].contiguous()};
-      gloo().send(sent, to, tag)->wait();
+    return launch(OpType::ALLTOALL_BASE, {output}, {input}, [=, this](auto& to, auto& from) {
+      at::Tensor result = to[0], sent = from[0].contiguous();
+      auto received = gets, given = gives;
+      gloo().alltoall_base(result, sent, received, given, options)->wait();
     });
-  }
-  WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    check_one(tensors);
-    return launch(OpType::RECV, tensors, {}, tensors, [=, this](auto& written, auto&) {
-      Tensors result{flat(written[0])};
-      gloo().recv(result, from, tag)->wait();
-    });
-  }
-  // The host waits for this one, as for NCCL's.
-  WorkPtr barrier(const BarrierOptions& options) override {
-    const auto here = c10::impl::VirtualGuardImpl(kVirtual).getDevice();
-    const auto token = at::zeros({1}, at::TensorOptions().device(here));
-    const auto body = [=, this](auto&, auto&) {
-      auto plain = options;
-      plain.device = at::Device(at::kCPU);
-      plain.device_ids.clear();
-      gloo().barrier(plain)->wait();
-    };
-    return launch(OpType::BARRIER, {token}, {}, {token}, body, /*host_waits=*/true);
   }
 
  private:
@@ -362,48 +207,10 @@ class DeviceOnly final : public Backend {
     }
   }
 
-  void reduce_in_place(
-      const at::Tensor& tensor,
-      const ReduceOp& op,
-      std::chrono::milliseconds timeout) const {
-    AllreduceOptions options;
-    options.reduceOp = is_average(op) ? ReduceOp(ReduceOp::SUM) : op;
-    options.timeout = timeout;
-    Tensors sent{flat(tensor)};
-    gloo().allreduce(sent, options)->wait();
-    if (!is_average(op)) {
-      return;
-    }
-    if (tensor.is_floating_point() || tensor.is_complex()) {
-      sent[0].div_(getSize());
-    } else {
-      sent[0].div_(getSize(), "trunc");
-    }
-  }
-  void gather_into(at::Tensor output, const at::Tensor& input, const AllgatherOptions& options)
-      const {
-    at::Tensor sent = input.contiguous();
-    gloo()._allgather_base(output, sent, options)->wait();
-  }
-  // Changes `input`.
-  void scatter_sum(
-      const at::Tensor& output,
-      const at::Tensor& input,
-      const ReduceScatterOptions& options) const {
-    const auto all = input.reshape(-1);
-    reduce_in_place(all, options.reduceOp, options.timeout);
-    output.copy_(all.chunk(getSize())[static_cast<size_t>(getRank())].view_as(output));
-  }
-
-  // `host_waits`: whether work.wait() blocks the host.
-  WorkPtr launch(
-      OpType kind,
-      const Tensors& written,
-      const Tensors& read,
-      const Tensors& results,
-      Body body,
-      bool host_waits = false) {
-    const auto device = checked_device(joined(written, read));
+  WorkPtr launch(OpType kind, const Tensors& written, const Tensors& read, Body body) {
+    Tensors all(written);
+    all.insert(all.end(), read.begin(), read.end());
+    const auto device = checked_device(all);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::VirtualGuardImpl impl(kVirtual);
     auto collective = std::make_shared<Collective>();
@@ -412,14 +219,13 @@ class DeviceOnly final : public Backend {
       split();
       body(to, from);
     };
-    auto work =
-        c10::make_intrusive<StreamWork>(getRank(), kind, results, device, collective, host_waits);
+    auto work = c10::make_intrusive<StreamWork>(getRank(), kind, written, device, collective);
     std::lock_guard<std::mutex> order(launching_);
     const c10::Stream stream = stream_of(device);
     c10::Event ready(kVirtual);
     ready.record(impl.getStream(device));
     ready.block(stream);
-    for (const auto& each : joined(written, read)) {
+    for (const auto& each : all) {
       impl.recordDataPtrOnStream(each.storage().data_ptr(), stream);
     }
     {
@@ -433,17 +239,17 @@ class DeviceOnly final : public Backend {
       TORCH_CHECK(!stopping_, "vccl: the process group was destroyed");
       collective->turn = comm_->launched++;
     }
-    const int64_t number = table().put(collective);
+    Handle handle(new std::shared_ptr<Collective>(collective));
     try {
       c10::StreamGuard guard(stream);
       static const auto run = c10::Dispatcher::singleton()
                                   .findSchemaOrThrow("device_only::run", "")
                                   .typed<void(at::TensorList, at::TensorList, int64_t)>();
-      run.call(written, read, number);
+      run.call(written, read, reinterpret_cast<int64_t>(handle.get()));
+      handle.release();
       collective->end.record(stream);
       work->mark_launched();
     } catch (const std::exception& error) {
-      table().take(number);
       // In its turn, so that others go on.
       collective->run({}, {});
       collective->finish(std::current_exception(), error.what());
@@ -509,10 +315,7 @@ class DeviceOnly final : public Backend {
       // As ncclCommAbort: what is under way does not complete.
       abort();
     }
-    std::optional<pybind11::gil_scoped_release> release;
-    if (Py_IsInitialized() && PyGILState_Check()) {
-      release.emplace();
-    }
+    const auto released = without_lock();
     driver_.join();
   }
 
@@ -531,7 +334,7 @@ class DeviceOnly final : public Backend {
 }  // namespace
 
 TORCH_LIBRARY(device_only, library) {
-  library.def("run(Tensor(a!)[] written, Tensor[] read, int number) -> ()");
+  library.def("run(Tensor(a!)[] written, Tensor[] read, int address) -> ()");
 }
 TORCH_LIBRARY_IMPL(device_only, CPU, library) {
   library.impl("run", run_collective);

@@ -1,16 +1,17 @@
-// What one process has of a communicator: its collectives, one after the other.
+// What one process has of a communicator: its collectives, one after the other, and as who waits for
+// them sees them.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 
 namespace device_only {
 
@@ -86,34 +87,61 @@ struct Collective {
   }
 };
 
-// What the operator finds its collective by: operators have plain arguments only.
-class Table {
+class StreamWork final : public c10d::Work {
  public:
-  int64_t put(std::shared_ptr<Collective> collective) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    entries_[next_] = std::move(collective);
-    return next_++;
+  StreamWork(
+      int rank,
+      c10d::OpType kind,
+      Tensors results,
+      c10::Device device,
+      std::shared_ptr<Collective> collective)
+      : Work(rank, kind),
+        results_(std::move(results)),
+        device_(device),
+        collective_(std::move(collective)),
+        future_(c10::make_intrusive<at::ivalue::Future>(
+            c10::ListType::create(c10::TensorType::get()),
+            std::vector<c10::Device>{device})) {}
+
+  // Called on the communicator's stream: the event of the future comes after the collective.
+  void mark_launched() {
+    future_->markCompleted(at::IValue(results_));
   }
-  std::shared_ptr<Collective> take(int64_t number) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = entries_.find(number);
-    if (found == entries_.end()) {
-      return nullptr;
-    }
-    auto collective = std::move(found->second);
-    entries_.erase(found);
-    return collective;
+  bool isCompleted() override {
+    return collective_->is_done();
+  }
+  bool isSuccess() const override {
+    return collective_->is_done() && !exception();
+  }
+  std::exception_ptr exception() const override {
+    std::lock_guard<std::mutex> lock(collective_->comm->mutex);
+    return collective_->error;
+  }
+  // The current stream waits, and not the host. One that does not defer, as a default stream
+  // outside of strict mode, waits at once, and then the host does too.
+  void synchronize() override {
+    collective_->end.block(c10::impl::VirtualGuardImpl(kVirtual).getStream(device_));
+  }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    return true;
+  }
+  void abort() override {}
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    return collective_->result;
+  }
+  Tensors result() override {
+    return results_;
   }
 
  private:
-  std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Collective>> entries_;
-  int64_t next_ = 0;
+  Tensors results_;
+  c10::Device device_;
+  std::shared_ptr<Collective> collective_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
-
-inline Table& table() {
-  static auto* made = new Table();
-  return *made;
-}
 
 }  // namespace device_only
