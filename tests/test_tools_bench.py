@@ -7,6 +7,7 @@ import io
 import json
 import math
 import mmap
+import multiprocessing
 import os
 import pathlib
 from collections.abc import Iterator
@@ -57,79 +58,11 @@ def test_the_batch_is_rounded_down_to_equal_parts() -> None:
         whole_batch("deep", 65)
 
 
-def test_cases_have_the_sizes_they_are_known_by() -> None:
-    sizes = {}
-    for name, case in CASES.items():
-        with torch.device("meta"):
-            model = case.build()
-            inputs, targets = case.data(2)
-        assert criterion(model(inputs), targets).shape == ()
-        sizes[name] = sum(each.numel() for each in model.parameters())
-    assert sizes == {
-        "mlp": 8 * (1024**2 + 1024) + 10 * 1025,
-        "wide": 8 * (2048**2 + 2048) + 10 * 2049,
-        "deep": 200 * (64**2 + 64) + 10 * 65,
-        "conv": 3 * 9 * 64 + 64 + 6 * (64 * 9 * 64 + 64) + 7 * 128 + 10 * 65,
-        "transformer": 1000 * 256 + 4 * (12 * 256**2 + 13 * 256) + 1000 * 257,
-    }
-
-
-# --- rounds ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def diary(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done by teams that keep a diary instead of training; 13 steps break them."""
-    found: list[str] = []
-
-    class FakeTeam:
-        def __init__(self, contestant: Contestant) -> None:
-            self.name = contestant.name
-
-        def start(self) -> None:
-            pass
-
-        def ask(self, do: str, steps: int = 0) -> list[dict[str, Any]]:
-            found.append(f"{self.name} {do} {steps}")
-            if do != "run":
-                return [{do: self.name}]
-            if steps == 13:
-                raise harness.WorkerError("broken")
-            # Two processes, of which the second is slower, but for one repetition.
-            return [{"step": [0.05] * (steps - 1) + [100.0]}, {"step": [0.1] * steps}]
-
-        def close(self) -> None:
-            found.append(f"{self.name} close")
-
-    monkeypatch.setattr(harness, "Team", FakeTeam)
-    return found
-
-
-def test_contestants_take_turns_round_by_round(diary: list[str]) -> None:
-    outcomes, _ = harness.measure("deep", plan([["cpu"]], ["bare"]), 2, 7)
-    assert diary == [
-        *("ours check 3", "bare check 3", "ours run 5", "bare run 5"),
-        *("ours run 7", "bare run 7") * 2,
-        *("ours finish 0", "bare finish 0", "bare close", "ours close"),
-    ]
-    # The median of repetitions, each as slow as its slowest process.
-    assert [each.seconds for each in outcomes] == [{"step": (0.1, 0.1)}] * 2
-    assert [each.checked for each in outcomes] == [[{"check": n}] for n in ("ours", "bare")]
-    assert [each.finished for each in outcomes] == [[{"finish": n}] for n in ("ours", "bare")]
-
-
-def test_workers_are_ended_after_a_failure(diary: list[str]) -> None:
-    with pytest.raises(harness.WorkerError, match="broken"):
-        harness.measure("deep", plan([["cpu"]], ["bare"]), 2, 13)
-    assert diary[-2:] == ["bare close", "ours close"]
-
-
-def test_a_turn_takes_about_half_a_second(
-    diary: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for turn, steps in ((0.5, 5), (0.01, 3), (1e6, 200)):
-        monkeypatch.setattr(harness, "_TURN", turn)
-        assert harness.measure("deep", plan([["cpu"]], []), 1, None)[1] == steps
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_has_a_loss(name: str) -> None:
+    with torch.device("meta"):
+        inputs, targets = CASES[name].data(2)
+        assert criterion(CASES[name].build()(inputs), targets).shape == ()
 
 
 # --- worker processes --------------------------------------------------------------------------
@@ -138,19 +71,29 @@ def test_a_turn_takes_about_half_a_second(
 class Talkative:
     """Prints while it measures, and ends its process without a word if it is to repeat 13 times."""
 
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def check(self, steps: int) -> dict[str, int]:
+        return {"rank": self.rank, "checked": steps}
+
     def run(self, steps: int) -> dict[str, list[float]]:
         print("ran", flush=True)
         if steps == 13:
             os._exit(7)
-        return {"step": [1.0] * steps}
+        # Process 1 is slower, but for one repetition.
+        return {"step": [0.1] * steps if self.rank else [0.05] * (steps - 1) + [100.0]}
+
+    def finish(self) -> dict[str, int]:
+        return {"finished": self.rank}
 
 
 def begin(fields: dict[str, Any]) -> Talkative:
     """What a worker of these tests measures with."""
     os.system("echo made")
-    if fields["rank"]:
+    if fields["rank"] == 2:
         raise KeyError("no such rank")
-    return Talkative()
+    return Talkative(fields["rank"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,27 +101,49 @@ class TalkativeTask(harness.Task):
     module = __name__
 
 
+def teams(*names: str) -> list[Contestant]:
+    task = TalkativeTask("bare", ("cpu",))
+    return [harness.team_of(task, "bare", [["cpu"]] * 2, name, name) for name in names]
+
+
 @pytest.mark.usefixtures("forked_workers")
-def test_a_worker_measures_until_it_ends(capfd: pytest.CaptureFixture[str]) -> None:
-    worker = harness.Worker(TalkativeTask("bare", ("cpu",)), "bare")
-    failing = harness.Worker(TalkativeTask("bare", ("cpu",), rank=1), "bare (process 1)")
-    assert worker.answer(60) == {}
-    worker.ask("run", steps=2)
-    assert worker.answer(60) == {"step": [1.0, 1.0]}
-    with pytest.raises(harness.WorkerError, match="worker bare did not answer within 0 s"):
-        worker.answer(0.05)
-    worker.ask("run", steps=13)
-    for _ in range(2):
-        with pytest.raises(harness.WorkerError, match="worker bare ended with status 7"):
-            worker.answer(60)
-        worker.ask("run", steps=1)
-    told = r"(?s)worker bare \(process 1\) has failed:.*no such rank"
-    with pytest.raises(harness.WorkerError, match=told):
-        failing.answer(60)
-    worker.close()
-    failing.close()
+def test_contestants_take_turns_round_by_round(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told: list[tuple[str, int]] = []
+    tell = lambda what, begun: told.append((what, begun))  # noqa: E731
+    outcomes, steps = harness.measure("x", teams("ours", "bare"), 2, 7, tell)
+    assert told == [
+        *(("x: starting ours", 0), ("x: starting bare", 0)),
+        *((f"x: round {i} of 2, {name}", 1) for i in (1, 2) for name in ("ours", "bare")),
+        ("x: checking", 0),
+    ]
+    for outcome in outcomes:
+        # The median of repetitions, each as slow as its slowest process.
+        assert outcome.seconds == {"step": (0.1, 0.1)}
+        assert outcome.checked == [{"rank": rank, "checked": 3} for rank in (0, 1)]
+        assert outcome.finished == [{"finished": 0}, {"finished": 1}]
+    assert steps == 7
+    for turn, expected in ((0.5, 5), (0.01, 3), (1e6, 200)):
+        monkeypatch.setattr(harness, "_TURN", turn)
+        assert harness.measure("x", teams("ours"), 1, None)[1] == expected
     # What libraries print must not mix with results.
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_that_fails_ends_the_measurement() -> None:
+    before = {*multiprocessing.active_children()}
+    with pytest.raises(harness.WorkerError, match=r"worker b \(process 0\) ended with status 7"):
+        harness.measure("x", teams("b"), 1, 13)
+    assert {*multiprocessing.active_children()} <= before
+    failing = harness.Worker(TalkativeTask("bare", ("cpu",), rank=2), "c (process 2)")
+    with pytest.raises(harness.WorkerError, match=r"worker c .* did not answer within 0 s"):
+        failing.answer(0.0)
+    told = r"(?s)worker c \(process 2\) has failed:.*no such rank"
+    with pytest.raises(harness.WorkerError, match=told):
+        failing.answer(60)
+    failing.close()
 
 
 # --- conclusions -------------------------------------------------------------------------------
@@ -238,21 +203,16 @@ def test_memory_is_that_of_all_processes_where_the_tensors_are(
     assert rows[1].memory_ratio == ratio
 
 
-def test_the_mean_over_the_cases_is_geometric_and_the_worst_case_is_named() -> None:
-    def told(first_memory: int) -> str:
-        cases = {
-            name: results.summarize(
-                [
-                    measured("ours", time, 1.1 * time, memory=(memory, 0)),
-                    measured("ddp", 1.0, 1.0, memory=(4, 0)),
-                ]
-            )
-            for name, time, memory in (("a", 0.5, first_memory), ("b", 2.0, 8))
-        }
-        return results.describe(results.compare(cases, "ddp"))
-
-    expected = "ours / the ddp: time 1.050 (1.00..1.10), worst 2.100 (b)"
-    assert (told(2), told(0)) == (f"{expected}; memory 1.000", expected)
+@pytest.mark.parametrize(("memory", "told"), [(2, "; memory 1.000"), (0, "")])
+def test_the_mean_over_the_cases_is_geometric_and_the_worst_case_is_named(
+    memory: int, told: str
+) -> None:
+    cases = {}
+    for name, time, own in (("a", 0.5, memory), ("b", 2.0, 8)):
+        ours = measured("ours", time, 1.1 * time, memory=(own, 0))
+        cases[name] = results.summarize([ours, measured("ddp", 1.0, 1.0, memory=(4, 0))])
+    expected = f"ours / the ddp: time 1.050 (1.00..1.10), worst 2.100 (b){told}"
+    assert results.describe(results.compare(cases, "ddp")) == expected
 
 
 def test_the_table_fits_into_80_columns_and_a_narrow_terminal_loses_no_digit() -> None:
@@ -280,20 +240,11 @@ def intra_op_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("intra_op_threads")
-@pytest.mark.parametrize("wrapper", ["dp", "ddp"])
-def test_the_check_agrees_on_batch_norm_and_sees_a_wrong_gradient(wrapper: Any) -> None:
+def test_the_check_agrees_on_batch_norm_and_sees_a_wrong_gradient() -> None:
     figures = []
+    options: dict[str, Any] = {"replicas": 2, "case": "conv", "batch": 4, "optimizer": "adamw"}
     for kind, scale in (("bare", 1.0), ("ours", 1.0), ("ours", 1.01)):
-        task = TrainTask(
-            kind,  # type: ignore[arg-type]
-            ("cpu", "cpu"),
-            replicas=2,
-            case="conv",
-            batch=4,
-            wrapper=wrapper,
-            optimizer="adamw",
-        )
-        one = Trainer(task)
+        one = Trainer(TrainTask(kind, ("cpu", "cpu"), **options))  # type: ignore[arg-type]
         # The outputs stay as they are, and the gradients are multiplied.
         one.module.register_forward_hook(
             lambda module, args, out, scale=scale: scale * out - (scale - 1.0) * out.detach()
@@ -334,7 +285,7 @@ SMALL = ["bench", "train", "--cases", "deep", "--steps", "1", "--rounds", "2"]
     ("words", "contestants"),
     [
         ("--processes 2 --devices cpu --peers bare,ddp", ["ours", "bare", "ddp"]),
-        ("--peers watched --loss replicas", ["ours", "watched"]),
+        ("--wrapper dp --peers watched --loss replicas", ["ours", "watched"]),
     ],
 )
 def test_a_small_run(
