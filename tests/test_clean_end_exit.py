@@ -71,11 +71,6 @@ def closed() -> Net:
     return model
 
 
-def in_cycle() -> None:
-    model: Any = trained()
-    model.itself = [model]
-
-
 def monitored() -> object:
     model = wrapped()
     monitor = StepMonitor(model)
@@ -108,7 +103,8 @@ def ends_by_an_error() -> None:
 
 
 def ends_by_exit() -> None:
-    in_cycle()
+    in_a_cycle: Any = trained()
+    in_a_cycle.itself = [in_a_cycle]
     sys.exit(3)
 
 
@@ -167,9 +163,7 @@ def in_processes(folder: str, rank: int, world_size: int, name: str) -> Net:
 
 CASES: dict[str, Callable[[str], object]] = {
     "dp": lambda _: trained("dp"),
-    "virtual": lambda _: trained("virtual"),
     "several": lambda _: (trained("virtual"), trained("dp"), trained("virtual")),
-    "in a cycle": lambda _: in_cycle(),
     "closed": lambda _: closed(),
     "monitored": lambda _: monitored(),
     "balanced": lambda _: balanced(),

@@ -17,8 +17,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 import dataparallel as dp
 from dataparallel import collectives
-from dataparallel.kernels import native
-from dataparallel.kernels.native import NativeExtension
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
@@ -169,14 +167,3 @@ def test_a_machine_without_accelerators(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, "dataparallel"):
         dp.DataParallel(nn.Linear(4, 3))
     assert caplog.messages[0].startswith("no accelerator was found: one replica on the CPU")
-
-
-def test_no_compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("DATAPARALLEL_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(native, "_loaded", {})
-    (tmp_path / "one.cpp").touch()
-    message = "there is no C++ compiler (c++, g++ or clang++) on the PATH"
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        NativeExtension("small", "the small extension", "small", tmp_path).load()

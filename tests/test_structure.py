@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -83,10 +82,6 @@ def path_of(tree: ast.Module) -> str:
 
 def place_of(tree: ast.Module, node: ast.AST) -> str:
     return f"{path_of(tree)}:{getattr(node, 'lineno', 0)}"
-
-
-def test_all_sources_are_found() -> None:
-    assert {"dataparallel", "dataparallel.comm.local", "dataparallel.tools.cli"} <= set(sources())
 
 
 # --- layers ----------------------------------------------------------------------------------
@@ -272,24 +267,8 @@ def assigned_from_outside(tree: ast.Module) -> list[str]:
 def test_state_is_assigned_by_its_own_class() -> None:
     trees = [tree for module, tree in sources().items() if room(module) != "torch_internals"]
     assert not [place for tree in trees for place in assigned_from_outside(tree)]
-
-
-@pytest.mark.parametrize(
-    ("program", "count"),
-    [
-        ("made.lag = 3", 1),
-        ("weight.grad = None", 0),
-        ("class A:\n    def f(self): self.lag = 3\nA().lag = 3", 0),
-        ("class A(Base):\n    def f(self): self.lag = 3", 1),
-    ],
-)
-def test_what_counts_as_assigned_from_outside(
-    program: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = ast.parse("class Base:\n    def __init__(self): self.lag = 1").body[0]
-    assert isinstance(base, ast.ClassDef)
-    monkeypatch.setitem(classes(), "Base", base)
-    assert len(assigned_from_outside(parse(program))) == count
+    others = {node.attr for tree in trees for node in stores(tree, own=False)}
+    assert set(MAY_ASSIGN) <= others, "an exception that nothing needs"
 
 
 # --- device types ----------------------------------------------------------------------------
@@ -325,23 +304,6 @@ def names_a_type(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'if device.type == "cpu": pass',
-        'if "cpu" != x.device.type: pass',
-        'on_host = device.type in ("cpu", "meta")',
-        "torch.cuda.synchronize()",
-        "import torch.cuda",
-        "from torch.cuda import nccl",
-        "from torch import cuda",
-        'x = y.to("cuda:1")',
-    ],
-)
-def test_what_counts_as_a_branch_on_the_device_type(line: str) -> None:
-    assert len(list(branches_on_device_type(parse(line)))) == 1
-
-
 def test_only_devices_branches_on_the_device_type() -> None:
     exempt = {"dataparallel/devices.py", *MAY_NAME_CUDA}
     found = {
@@ -353,7 +315,7 @@ def test_only_devices_branches_on_the_device_type() -> None:
     assert all(found[path] for path in exempt), "an exception that nothing needs"
 
 
-# --- functions and docstrings ----------------------------------------------------------------
+# --- functions -------------------------------------------------------------------------------
 
 
 def test_functions_are_short() -> None:
@@ -364,27 +326,4 @@ def test_functions_are_short() -> None:
         for node in ast.walk(tree)
         if isinstance(node, FUNCTIONS)
         and (node.end_lineno or 0) - node.lineno >= MAX_LINES_OF_FUNCTION
-    ]
-
-
-def public(owner: ast.Module | ast.ClassDef) -> Iterator[ast.AST]:
-    """A file, and its public functions and classes with their methods.
-
-    What a class with bases defines may be explained in one of them.
-    """
-    yield owner
-    for node in owner.body:
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
-            if isinstance(node, ast.ClassDef) and not node.bases:
-                yield from public(node)
-            else:
-                yield node
-
-
-def test_what_is_public_has_a_docstring() -> None:
-    assert not [
-        f"{place_of(tree, node)} {getattr(node, 'name', '')}"
-        for tree in sources().values()
-        for node in public(tree)
-        if not ast.get_docstring(node)  # type: ignore[arg-type]
     ]
