@@ -65,6 +65,7 @@ def test_words_that_stand_for_sizes_and_layouts() -> None:
     assert reducer.layouts("1x2, 2x4,1x2") == ["1x2", "2x4"]
     assert reducer.places("2x2", "cpu") == [["cpu", "cpu"], ["cpu", "cpu"]]
     assert reducer.places("2x2", "gpu") == [["gpu:0", "gpu:1"], ["gpu:2", "gpu:3"]]
+    wrong: list[tuple[Callable[[str], object], str]]
     wrong = [(common.sizes, text) for text in ("", "0", "1KB", "KiB", "-4", "1.5MiB")]
     wrong += [(reducer.layouts, text) for text in ("2", "0x1", "1x0", "1x2,", "axb", "1x100")]
     for read, text in wrong:

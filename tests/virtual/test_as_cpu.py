@@ -84,7 +84,7 @@ OPERATORS: dict[str, Case] = {
     "foreach": (lambda *t: torch._foreach_add(torch._foreach_mul(list(t), 2.0), list(t)), A, B),
     "foreach in place": (lambda *t: torch._foreach_addcdiv_(t, t, t, 2.0), A.detach(), B.detach()),
     "vmap": (lambda a: torch.vmap(lambda row: row.softmax(0))(a), A),
-    "forward mode": (lambda a: torch.func.jvp(torch.sin, (a,), (torch.ones_like(a),)), A),  # type: ignore[misc]
+    "forward mode": (lambda a: torch.func.jvp(torch.sin, (a,), (torch.ones_like(a),)), A),
     "second derivatives": (
         lambda a, b: torch.autograd.grad((a @ b.t()).tanh().sum(), (a, b), create_graph=True), A, B
     ),
@@ -188,7 +188,10 @@ def recomputed(reentrant: bool) -> Callable[[nn.Module, Tensor], Any]:
 
 
 def attention(causal: bool) -> Callable[..., Tensor]:
-    return lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal).contiguous()
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).contiguous()
+
+    return call
 
 
 def ctc(x: Tensor, y: Tensor) -> Tensor:

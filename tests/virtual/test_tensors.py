@@ -34,9 +34,9 @@ def test_factories_use_the_named_or_the_current_device(dtype: torch.dtype) -> No
         (torch.eye, (3,)),
         (torch.linspace, (0, 1, 4)),
     ):
-        made = function(*arguments, device="virtual:3")  # type: ignore[operator]
+        made = function(*arguments, device="virtual:3")
         assert made.device == torch.device("virtual:3")
-        torch.testing.assert_close(made.cpu(), function(*arguments))  # type: ignore[operator]
+        torch.testing.assert_close(made.cpu(), function(*arguments))
     with torch.device("virtual:3"):
         assert torch.ones(2).device == torch.device("virtual:3")
 
@@ -110,7 +110,7 @@ def written_before_backward(a: Tensor, b: Tensor) -> None:
     doubled = a.requires_grad_() * 2
     loss = doubled.square().sum()
     doubled.add_(1)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 MIXED = "on the same device, but found at least two devices, virtual:0 and virtual:1!"

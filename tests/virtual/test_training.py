@@ -68,8 +68,7 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Ten
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_strict_training_on_two_devices_from_two_threads(side_stream: bool) -> None:
     expected = train("virtual:0")
-    for result, wanted in zip(expected, train("cpu"), strict=True):
-        torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(expected, train("cpu"))
     with strict_mode(), ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(train, f"virtual:{i}", side_stream) for i in range(2)]
         results = [job.result() for job in jobs]
