@@ -396,8 +396,9 @@ def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: A
             # The first thread has found it; the others, None.
             first, _ = _bound_to[0], _bound_to.pop()
             default.bound_device_id = None if _bound_to else first
-    # The rest of what `new_group` does.
+    # The rest of what `new_group` does; and nobody else finds it by its ranks.
     world().pg_group_ranks[group] = {number: i for i, number in enumerate(ranks)}
+    world().tags_to_pg[""].remove(group)
     return group
 
 

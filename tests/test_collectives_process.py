@@ -6,8 +6,6 @@ import _thread
 import datetime
 import itertools
 import os
-import signal
-import subprocess
 import threading
 import time
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import dataparallel
 from dataparallel.collectives import CollectiveMismatch, functional, named, set_checks
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, failures_of, report
 from dataparallel.comm.link import ProcessLink
@@ -235,33 +232,6 @@ def test_an_error_of_no_concern_ends_no_wait(cluster: Cluster) -> None:
     assert cluster.run(go_on_after_an_error, 3) == [3, 3, 3]
 
 
-def wait_for_one_that_is_busy(rank: int, world_size: int) -> tuple[float, list[float]]:
-    """Rank 1 is stopped while rank 0 waits for it in a step."""
-    net = torch.nn.Linear(1, 1, bias=False)
-    model = dataparallel.DistributedDataParallel(net, ["cpu"], timeout=20)
-    model(torch.ones(2, 1)).sum().backward()
-    assert total() == 2
-    started = time.monotonic()
-    if rank == 1:
-        wakes = f"sleep 6; kill -CONT {os.getpid()}"
-        with subprocess.Popen(["sh", "-c", wakes]):
-            os.kill(os.getpid(), signal.SIGSTOP)
-    model.zero_grad()
-    model(torch.full((2, 1), rank + 1.0)).sum().backward()
-    seconds = time.monotonic() - started
-    assert total() == 2
-    assert net.weight.grad is not None
-    return seconds, net.weight.grad.flatten().tolist()
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
-def test_a_process_that_is_stopped_for_a_while_is_waited_for(cluster: Cluster) -> None:
-    """Its silence was once a failure after a quarter of the time limit, and at least 5 s."""
-    for seconds, gradients in cluster.run(wait_for_one_that_is_busy, 2):
-        assert seconds > 5.2
-        assert gradients == [3.0]
-
-
 # --- others that call something else ---------------------------------------------------------
 
 
@@ -296,33 +266,3 @@ def test_different_collectives_are_named_by_all(cluster: Cluster) -> None:
         set_checks("sometimes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got one of replicas"):
         set_checks("off", "local")
-
-
-def come_with_another_shape(rank: int, world_size: int) -> list[str]:
-    # These names have no types.
-    module: Any = dist
-    level = module.get_debug_level()
-    module.set_debug_level(module.DebugLevel.DETAIL)
-    try:
-        groups = [new_group() for _ in range(2)]
-    finally:
-        module.set_debug_level(level)
-    for group in groups:
-        set_checks("off", group)
-    mine = torch.ones(2 + 2 * rank)
-    messages = []
-    for call in (
-        lambda: functional.broadcast(mine, 0, groups[0]),
-        lambda: functional.all_reduce(mine, "sum", groups[1]),
-    ):
-        with pytest.raises(CollectiveError, match=f"rank {1 - rank} is at") as raised:
-            functional.wait_tensor(call())
-        messages.append(str(raised.value))
-    dist.barrier()
-    return messages
-
-
-def test_other_shapes_are_named_at_the_debug_level_of_torch(cluster: Cluster) -> None:
-    (broadcast, reduced), _ = cluster.run(come_with_another_shape, 2)
-    assert "rank 1 is at broadcast of a tensor (4,) of float32" in broadcast
-    assert "rank 1 is at all_reduce of a tensor (4,) of float32" in reduced

@@ -176,22 +176,6 @@ def test_processes(cluster: Cluster, size: int, device: str, backend: str) -> No
         assert not faults
 
 
-def run_in_a_part(rank: int, world_size: int) -> Faults:
-    group = dist.new_group([1, 3])
-    faults = []
-    if rank in (1, 3):
-        xs = [cases.numbers(i, torch.complex64) for i in range(2)]
-        for case in cases.all_cases(torch.complex64):
-            found = functional.wait_tensor(case.call(xs[rank // 2], group))
-            faults += cases.check(case, [found], [xs[rank // 2]], xs, rank // 2)
-    dist.barrier()
-    return faults
-
-
-def test_members_are_counted_within_the_group(cluster: Cluster) -> None:
-    assert cluster.run(run_in_a_part, 4) == [[]] * 4
-
-
 # --- what backends cannot reduce -------------------------------------------------------------
 
 INTEGERS = [*cases.EXACT[1:], torch.uint16, torch.uint32, torch.uint64]

@@ -1,4 +1,4 @@
-"""The meeting point of the replicas of one call; test_collectives_misuse.py has the failures."""
+"""The meeting point of the replicas of one call; test_collectives_replicas.py has the failures."""
 
 from __future__ import annotations
 

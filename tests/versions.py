@@ -39,7 +39,7 @@ QUICK = (
     # Collectives.
     "tests/test_collectives_async.py",
     "tests/test_collectives_gradients.py",
-    "tests/test_collectives_hybrid.py",
+    "tests/test_collectives_groups.py",
     "tests/test_collectives_process.py",
     "tests/test_collectives_tracing.py",
     # Compiled code, which has its own tests beside these of collectives.

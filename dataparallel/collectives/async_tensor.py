@@ -9,22 +9,23 @@ the plain tensor without waiting, and wrapped again.
 For autograd it is a view of the plain tensor, and what ``wait()`` returns is a view of it. So all
 of them share one history and one version counter: a change in place through any of them has the
 right gradient in all, or is the error that it is for plain tensors. The view is made by torch's own
-``alias``, whose result a dispatch mode replaces.
+``alias``, whose result a dispatch mode replaces. (Were it no view, a compiler that is given a view
+of it could not tell where the sizes of its base come from.)
 
 Operators that torch composes of others arrive whole where autograd is off (inference mode), and
 their signature says "may be a view" of ``to`` and ``contiguous``. They are taken apart first; only
 what is a view for any arguments counts as one.
 
-It is an instance of torch's class of that name, since torch's own code asks for that and then calls
-``trigger_wait()``: compiled functions do, for their arguments.
+Torch's own class of that name forgets the work at the first wait, so a second use of a failed
+result would read garbage. This one is derived from it, since compiled functions ask their arguments
+for that class and then call ``trigger_wait()``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,7 @@ class Work(Protocol):
         """Wait until it is written: the host on the CPU, the current stream on an accelerator."""
 
 
-class _Nothing:
+class _Done:
     completed = True
 
     def wait(self) -> None:
@@ -56,13 +57,48 @@ class _Nothing:
 
 def waiting(tensor: Tensor, work: Work) -> AsyncCollectiveTensor:
     """A view of all of a plain tensor that waits, before its first use, for what writes it."""
-    with _as_itself(tensor):
+    # A view that was made while gradients were off may not be changed once they are on again.
+    with torch.inference_mode(tensor.is_inference()), torch.enable_grad():
         torch_internals.push_bare_mode(_Wrapping(work))
         try:
             wrapped: AsyncCollectiveTensor = _aten.alias.default(tensor)
         finally:
             torch_internals.pop_bare_mode(None)
     return wrapped
+
+
+class _Wrapping:
+    """A dispatch mode that wraps what ``alias`` returns; torch's class costs several times this."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A fake tensor is asked for its device, too, in between.
+        return _wrapped(result, self._work) if func is _aten.alias.default else result
+
+
+def _wrapped(elem: Tensor, work: Work) -> AsyncCollectiveTensor:
+    """What stands for a tensor, without its history."""
+    if elem.is_inference() != torch.is_inference_mode_enabled():
+        with torch.inference_mode(elem.is_inference()):
+            return _wrapped(elem, work)
+    made: AsyncCollectiveTensor = torch_internals.make_wrapper_subclass(
+        AsyncCollectiveTensor,
+        elem.size(),
+        strides=elem.stride(),
+        storage_offset=elem.storage_offset(),
+        dtype=elem.dtype,
+        layout=elem.layout,
+        device=elem.device,
+    )
+    # Code in C++ that asks for memory gets an error instead of a null pointer.
+    torch_internals.refuse_memory(made)
+    made._stand_for(elem, work)
+    return made
 
 
 class AsyncCollectiveTensor(_TorchAsync):
@@ -83,6 +119,9 @@ class AsyncCollectiveTensor(_TorchAsync):
 
     __torch_function__ = torch_internals.no_torch_function
 
+    def _stand_for(self, elem: Tensor, work: Work) -> None:
+        self.elem, self._work = elem, work
+
     # --- waiting -----------------------------------------------------------------------------
 
     @property
@@ -93,7 +132,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     def wait(self) -> Tensor:
         """Wait, and return the plain tensor, which has the same memory and history."""
         self._work.wait()
-        with _as_itself(self):
+        with torch.inference_mode(self.is_inference()), torch.enable_grad():
             plain: Tensor = _aten.alias.default(self)
         return plain
 
@@ -112,29 +151,31 @@ class AsyncCollectiveTensor(_TorchAsync):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch_internals.OpOverload):
-            return func(*_ready(args), **_ready(kwargs))
         kind = _kind_of(func)
         if kind == "composite":
             return func.decompose(*args, **kwargs)
         if kind == "view" and isinstance(args[0], AsyncCollectiveTensor):
             return _view(func, args[0], args[1:], kwargs)
-        if kind == "mutable":
-            return _mutate(func, args, kwargs)
-        return func(*_ready(args), **_ready(kwargs))
+        if kind == "reshaping" and isinstance(args[0], AsyncCollectiveTensor):
+            raise RuntimeError(
+                f"{func.overloadpacket.__name__}() would change the shape or the memory of an "
+                "AsyncCollectiveTensor, which belong to a collective; call .wait() on it and use "
+                "what that returns"
+            )
+        wrappers: list[AsyncCollectiveTensor] = []
+        result = func(*_ready(args, wrappers), **_ready(kwargs, wrappers))
+        for wrapper in wrappers if kind == "mutable" else ():
+            if wrapper.shape != wrapper.elem.shape:
+                raise RuntimeError(
+                    f"out has shape {tuple(wrapper.shape)}, but the result has shape "
+                    f"{tuple(wrapper.elem.shape)}, and an AsyncCollectiveTensor cannot be resized; "
+                    "call .wait() on it and use what that returns"
+                )
+            if result is wrapper.elem:
+                return wrapper
+        return result
 
-    # --- what reads memory without an operator -----------------------------------------------
-
-    def _finished(self) -> Tensor:
-        """The plain tensor after the wait, without the history."""
-        self._work.wait()
-        return self.elem
-
-    def data_ptr(self) -> int:
-        return self._finished().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self._finished().untyped_storage()
+    # --- what asks for no operator -----------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.wait().numpy(force=force)
@@ -151,24 +192,19 @@ class AsyncCollectiveTensor(_TorchAsync):
     def __format__(self, format_spec: str) -> str:
         return format(self.wait(), format_spec) if format_spec else str(self)
 
-    # --- copies ------------------------------------------------------------------------------
-
     def __reduce_ex__(self, proto: Any) -> Any:
         if type(self.elem) is not Tensor:
             # A fake tensor, as a compiler's cache pickles it: by its type, through its own table.
-            return copy.copy, (self._leaf(),)
+            return copy.copy, (self.elem,)
         return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # Of what is no leaf, torch says that only leaves can be copied.
         return copy.deepcopy(self._leaf() if self.is_leaf else self.wait(), memo)
 
-    def _stand_for(self, elem: Tensor, work: Work) -> None:
-        self.elem, self._work = elem, work
-
     def _leaf(self) -> Tensor:
         """The plain tensor without a history, as a copy of it starts."""
-        leaf = self._finished().detach().requires_grad_(self.requires_grad)
+        leaf = self.wait().detach().requires_grad_(self.requires_grad)
         is_parameter = isinstance(self, torch.nn.Parameter)
         return torch.nn.Parameter(leaf, self.requires_grad) if is_parameter else leaf
 
@@ -187,8 +223,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     def __tensor_unflatten__(
         inner_tensors: Mapping[str, Tensor], meta: None, outer_size: Any, outer_stride: Any
     ) -> AsyncCollectiveTensor:
-        elem = inner_tensors["elem"]
-        return _make(elem, _Nothing())
+        return _wrapped(inner_tensors["elem"], _Done())
 
     def _view_func_unsafe(self, new_base: Tensor, on_int: Any = None, on: Any = None) -> Tensor:
         """The same view of another base, as a compiler makes it of a fake one.
@@ -197,67 +232,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         compile for that, and hand the code the tensor that has no memory. Numbers stay as they are:
         for unknowns in their place, torch may find no value later, and fail.
         """
-        view = torch_internals.replay_view(self, new_base, None, on)
-        return waiting(view, _Nothing())
-
-    def __coerce_same_metadata_as_tangent__(
-        self, expected_metadata: Any, expected_type: type | None = None
-    ) -> Tensor | None:
-        return self.wait() if expected_type is Tensor else None
-
-
-class _Wrapping:
-    """A dispatch mode that wraps what an operator returns; see Note [A tensor that waits].
-
-    Not derived from torch's class, which costs several times what this does.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # A fake tensor is asked for its device, too, in between.
-        return _make(result, self._work) if func is _aten.alias.default else result
-
-
-def _make(elem: Tensor, work: Work) -> AsyncCollectiveTensor:
-    if elem.is_inference() != torch.is_inference_mode_enabled():
-        with torch.inference_mode(elem.is_inference()):
-            return _make(elem, work)
-    made: AsyncCollectiveTensor = torch_internals.make_wrapper_subclass(
-        AsyncCollectiveTensor,
-        elem.size(),
-        strides=elem.stride(),
-        storage_offset=elem.storage_offset(),
-        dtype=elem.dtype,
-        layout=elem.layout,
-        device=elem.device,
-    )
-    # Code in C++ that asks for memory gets an error instead of a null pointer.
-    torch_internals.refuse_memory(made)
-    made._stand_for(elem, work)
-    return made
-
-
-@contextlib.contextmanager
-def _as_itself(tensor: Tensor) -> Iterator[None]:
-    """Modes in which a view of ``tensor`` can do whatever ``tensor`` can.
-
-    A view that was made while gradients were off may not be changed once they are on again.
-    """
-    with contextlib.ExitStack() as stack:
-        if tensor.is_inference() != torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(tensor.is_inference()))
-        if not torch.is_grad_enabled():
-            stack.enter_context(torch.enable_grad())
-        yield
+        return waiting(torch_internals.replay_view(self, new_base, None, on), _Done())
 
 
 def _view(
@@ -269,15 +244,19 @@ def _view(
     if work.completed and func is not _aten.detach.default:
         return views
     if isinstance(views, Tensor):
-        return _make(views, work)
-    return [_make(view, work) for view in views]
+        return _wrapped(views, work)
+    return [_wrapped(view, work) for view in views]
 
 
 @functools.cache
 def _kind_of(func: Any) -> str:
     """How an operator is handled."""
+    if not isinstance(func, torch_internals.OpOverload):
+        return "other"
     if torch_internals.has_kernel(func.name(), "CompositeImplicitAutograd"):
         return "composite"
+    if torch.Tag.inplace_view in func.tags:
+        return "reshaping"
     # It never reads memory, and always shares it. Others' operators only say so.
     if (
         func.is_view
@@ -288,43 +267,14 @@ def _kind_of(func: Any) -> str:
     return "mutable" if torch_internals.schema_of(func).is_mutable else "other"
 
 
-def _mutate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator that changes some of its arguments, and returns some of those."""
-    if torch.Tag.inplace_view in func.tags and isinstance(args[0], AsyncCollectiveTensor):
-        raise RuntimeError(
-            f"{func.overloadpacket.__name__}() would change the shape or the memory of an "
-            "AsyncCollectiveTensor, which belong to a collective; call .wait() on it and use what "
-            "that returns"
-        )
-    wrappers: dict[int, AsyncCollectiveTensor] = {}
-    result = func(*_ready(args, wrappers), **_ready(kwargs, wrappers))
-    for wrapper in wrappers.values():
-        if wrapper.shape != wrapper.elem.shape:
-            raise RuntimeError(
-                f"out has shape {tuple(wrapper.shape)}, but the result has shape "
-                f"{tuple(wrapper.elem.shape)}, and an AsyncCollectiveTensor cannot be resized; "
-                "call .wait() on it and use what that returns"
-            )
-    return _replaced(result, wrappers)
-
-
-def _ready(value: Any, wrappers: dict[int, AsyncCollectiveTensor] | None = None) -> Any:
-    """The value with all tensors waited for and unwrapped; ``wrappers`` gets what they were."""
+def _ready(value: Any, wrappers: list[AsyncCollectiveTensor]) -> Any:
+    """The value with all tensors waited for and unwrapped; those go to ``wrappers``."""
     if isinstance(value, AsyncCollectiveTensor):
         value._work.wait()
-        if wrappers is not None:
-            wrappers[id(value.elem)] = value
+        wrappers.append(value)
         return value.elem
     if isinstance(value, (list, tuple)):
         return type(value)([_ready(item, wrappers) for item in value])
     if isinstance(value, dict):
         return {key: _ready(item, wrappers) for key, item in value.items()}
-    return value
-
-
-def _replaced(value: Any, wrappers: Mapping[int, AsyncCollectiveTensor]) -> Any:
-    if isinstance(value, Tensor):
-        return wrappers.get(id(value), value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replaced(item, wrappers) for item in value])
     return value

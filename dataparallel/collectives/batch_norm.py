@@ -4,11 +4,9 @@ Note [Synchronized batch norm]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each member computes mean, sum of squared deviations and number of values of its chunk. One gather
 in the middle of forward brings these to all, and each normalizes its own chunk with the statistics
-of the whole batch.
-
-All other steps are ordinary differentiable operations of one member, so with the derivative of the
-collective gradients of any order come out right. All members combine the same numbers in the same
-order, so their running statistics stay equal without being sent.
+of the whole batch. All other steps are ordinary differentiable operations of one member, so with
+the derivative of the collective gradients of any order come out right. All members combine the same
+numbers in the same order, so their running statistics stay equal without being sent.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from dataparallel.collectives.functional import all_gather_tensor, wait_tensor
-from dataparallel.collectives.groups import Group, resolve
-from dataparallel.collectives.hybrid_group import HybridGroup
-from dataparallel.collectives.local_group import LocalGroup, refuse_in_backward
+from dataparallel.collectives.functional import Group, all_gather_tensor, resolve, wait_tensor
+from dataparallel.collectives.groups import HybridGroup, LocalGroup, refuse_in_backward
 from dataparallel.collectives.operations import AllGather
 from dataparallel.collectives.process_group import place_in
 from dataparallel.replicas.clones import Counterparts, Parts
@@ -124,13 +119,7 @@ class SyncBatchNorm(BatchNorm):
                 several replicas with a group of processes, or under activation checkpointing.
             TypeError: The input is not of a floating-point type.
         """
-        check_input(self, input, self.label)
-        if self.training:
-            target = resolve(self.group)
-            if not is_alone(target, self.label):
-                return batch_norm(self, input, target, self.label)
-        output: Tensor = super().forward(input)
-        return output
+        return _forward(self, input, self.group, self.label, uses_batch=self.training)
 
     def extra_repr(self) -> str:
         """Torch's text, and the group."""
@@ -191,14 +180,6 @@ class SyncBatchNorm(BatchNorm):
         return cls.convert(module, process_group)
 
 
-def _refuse_own_forward(name: str, layer: nn.Module, *known: Any) -> None:
-    if type(layer).forward not in known or "forward" in vars(layer):
-        raise TypeError(
-            f"cannot synchronize the batch norm {name!r} ({type(layer).__name__}), which has a "
-            "forward of its own; use a layer of torch.nn"
-        )
-
-
 def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None) -> None:
     own = vars(layer).pop("process_group", None) if isinstance(layer, nn.SyncBatchNorm) else None
     if isinstance(layer, SyncBatchNorm):
@@ -208,6 +189,14 @@ def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None
     if group is None:
         group = "hybrid" if own is None else own
     layer._join(group, f"batch norm {name!r}" if name else "batch norm")
+
+
+def _refuse_own_forward(name: str, layer: nn.Module, *known: Any) -> None:
+    if type(layer).forward not in known or "forward" in vars(layer):
+        raise TypeError(
+            f"cannot synchronize the batch norm {name!r} ({type(layer).__name__}), which has a "
+            "forward of its own; use a layer of torch.nn"
+        )
 
 
 # --- the replicas of a wrapper ---------------------------------------------------------------
@@ -231,58 +220,33 @@ def synchronize(group: LocalGroup, parts: Parts, replicas: Sequence[Counterparts
                 layer = replica[id(module)]
                 # Weak, since the layer is to hold this, and would hold itself through it.
                 layer.__dict__["forward"] = functools.partial(
-                    _forward, weakref.ref(layer), group, f"batch norm {name!r}"
+                    _forward_of_clone, weakref.ref(layer), group, f"batch norm {name!r}"
                 )
 
 
 @untraced
-def _forward(
+def _forward_of_clone(
     reference: weakref.ref[BatchNorm], group: LocalGroup, label: str, input: Tensor
 ) -> Tensor:
-    """What ``BatchNorm.forward`` does, with statistics over all replicas."""
     layer = reference()
     assert layer is not None
-    check_input(layer, input, label)
     uses_batch = layer.training or layer.running_mean is None
-    if uses_batch and current_rendezvous() is None and current_replica() is None:
+    if uses_batch and current_replica() is None:
         raise RuntimeError(
             f"{label} is synchronized between replicas but was called outside of their forward, "
             "for example recomputed by activation checkpointing, where the other replicas cannot "
             "take part; leave synchronized layers out of the checkpointed part"
         )
-    if not uses_batch or is_alone(group, label):
-        return type(layer).forward(layer, input)
-    return batch_norm(layer, input, group, label)
+    return _forward(layer, input, group, label, uses_batch=uses_batch)
 
 
 # --- what it computes ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _GatherStatistics(AllGather):
-    """A gather that bears the name of its layer, so that no layer takes another's statistics."""
-
-    label: str
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.label
-
-    def __str__(self) -> str:
-        return f"{self.label}, statistics"
-
-
-class _Chunk(NamedTuple):
-    """What one member knows of its own input, in the dtype of the statistics."""
-
-    num_values: int
-    mean: Tensor
-    #: Of the shape of the input.
-    deviations: Tensor
-
-
-def check_input(layer: BatchNorm, input: Tensor, label: str) -> None:
-    """Raise an error if a batch norm does not take such an input; ``label`` names the layer."""
+def _forward(
+    layer: BatchNorm, input: Tensor, group: Group, label: str, *, uses_batch: bool
+) -> Tensor:
+    """What ``layer`` does, with the statistics of all members if it uses those of the batch."""
     check_input_of(layer, input)
     if input.size(1) != layer.num_features:
         raise RuntimeError(
@@ -290,18 +254,16 @@ def check_input(layer: BatchNorm, input: Tensor, label: str) -> None:
             f"{tuple(input.shape)} has {input.size(1)}"
         )
     if not input.is_floating_point():
-        raise TypeError(
-            f"{label} takes floating-point numbers, but the input is {input.dtype}; convert it "
-            "with .float()"
-        )
+        raise TypeError(f"{label} takes floating-point numbers, but the input is {input.dtype}")
+    target = resolve(group) if uses_batch else None
+    if target is not None and not _is_alone(target, label):
+        return _over_all(layer, input, target, label)
+    output: Tensor = BatchNorm.forward(layer, input)
+    return output
 
 
-def is_alone(group: str | LocalGroup, label: str) -> bool:
-    """Whether a group has one member here.
-
-    A RuntimeError in backward, where a part of forward that runs again would not meet the replicas
-    that it had met.
-    """
+def _is_alone(group: str | LocalGroup, label: str) -> bool:
+    """Whether a group has one member here."""
     return place_in(group)[1] == 1 if isinstance(group, str) else _is_only_replica(group, label)
 
 
@@ -311,21 +273,33 @@ def _is_only_replica(group: LocalGroup, label: str) -> bool:
         # How many members there are, only a collective could tell.
         return False
     if current_rendezvous() is None:
+        # A part of forward that runs again would not meet the replicas that it had met.
         refuse_in_backward(label)
     return LocalGroup.size(group) == 1
 
 
-def batch_norm(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: str) -> Tensor:
-    """What ``layer`` does with batch statistics, over the chunks of all members.
+def _over_all(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: str) -> Tensor:
+    """See Note [Synchronized batch norm]. Chunks may be empty.
 
-    See Note [Synchronized batch norm]. A chunk may be empty; running statistics are updated as
-    usual.
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979.
     """
-    chunk = _chunk_of(input)
-    everywhere = _from_all(chunk, group, label)
-    if chunk.num_values <= 1:
+    # In half precision a sum over a batch loses most of its digits.
+    values = input.to(torch.promote_types(input.dtype, torch.float32))
+    own_count = values.size(0) * values.shape[2:].numel()
+    # A mean of no values would be nan, and so would be all gradients.
+    own_mean = values.sum(_all_but_channels(values)) / max(own_count, 1)
+    deviations = values - _per_channel(own_mean, values)
+    own_squares = (deviations * deviations).sum(_all_but_channels(values))
+    row = torch.cat((own_mean, own_squares, own_squares.new_full((1,), own_count))).unsqueeze(0)
+    if isinstance(group, str):
+        rows = wait_tensor(all_gather_tensor(row, 0, group))
+    else:
+        rows = group.run(AllGather(dim=0, label=label), row)
+
+    if own_count <= 1:
         # Only now, since on an accelerator to look at the number is to wait for the device.
-        total = int(everywhere[:, -1].sum())
+        total = int(rows[:, -1].sum())
         if total == 0:
             ordinary: Tensor = BatchNorm.forward(layer, input)
             return ordinary
@@ -334,78 +308,36 @@ def batch_norm(layer: BatchNorm, input: Tensor, group: str | LocalGroup, label: 
                 "expected more than 1 value per channel when training, but the whole batch has 1 "
                 f"(input size {tuple(input.shape)} in {label})"
             )
-    mean, variance, count = _combined(everywhere, layer.num_features)
-    _update_running_statistics(layer, mean, variance, count)
-    return _normalized(layer, input, chunk, mean, variance)
-
-
-def _chunk_of(input: Tensor) -> _Chunk:
-    # In half precision a sum over a batch loses most of its digits.
-    values = input.to(torch.promote_types(input.dtype, torch.float32))
-    num_values = values.size(0) * values.shape[2:].numel()
-    # A mean of no values would be nan, and so would be all gradients.
-    mean = values.sum(_all_but_channels(values)) / max(num_values, 1)
-    return _Chunk(num_values, mean, values - _per_channel(mean, values))
-
-
-def _from_all(chunk: _Chunk, group: str | LocalGroup, label: str) -> Tensor:
-    """A row per member: means, sums of squared deviations, number of values."""
-    deviations = chunk.deviations
-    squares = (deviations * deviations).sum(_all_but_channels(deviations))
-    count = squares.new_full((1,), chunk.num_values)
-    row = torch.cat((chunk.mean, squares, count)).unsqueeze(0)
-    if isinstance(group, str):
-        return wait_tensor(all_gather_tensor(row, 0, group))
-    return group.run(_GatherStatistics(0, label), row)
-
-
-def _combined(everywhere: Tensor, num_channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number of values of the union of the chunks.
-
-    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979.
-    """
-    means, squares = everywhere[:, :num_channels], everywhere[:, num_channels:-1]
-    counts = everywhere[:, -1:].detach()
+    means, squares = rows[:, : layer.num_features], rows[:, layer.num_features : -1]
+    counts = rows[:, -1:].detach()
     count = counts.sum()
     mean = (means * (counts / count)).sum(0)
-    between = counts * (means - mean) ** 2
-    return mean, (squares + between).sum(0) / count, count
+    variance = (squares + counts * (means - mean) ** 2).sum(0) / count
+    if layer.training and layer.track_running_stats:
+        _update_running_statistics(layer, mean, variance * (count / (count - 1)))
 
-
-def _update_running_statistics(
-    layer: BatchNorm, mean: Tensor, variance: Tensor, count: Tensor
-) -> None:
-    if not (layer.training and layer.track_running_stats):
-        return
-    momentum = 0.0 if layer.momentum is None else layer.momentum
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:
-            momentum = 1.0 / float(layer.num_batches_tracked)
-    if layer.running_mean is None or layer.running_var is None:
-        return
-    with torch.no_grad():
-        unbiased = variance * (count / (count - 1))
-        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
-        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
-
-
-def _normalized(
-    layer: BatchNorm, input: Tensor, chunk: _Chunk, mean: Tensor, variance: Tensor
-) -> Tensor:
     scale = torch.rsqrt(variance + layer.eps)
     if layer.weight is not None:
         scale = scale * layer.weight
     # From the deviations, which backward needs anyway: a second tensor of the size of the input
     # would be kept for it else.
-    offset = (chunk.mean - mean) * scale
+    offset = (own_mean - mean) * scale
     if layer.bias is not None:
         offset = offset + layer.bias
-    output = torch.addcmul(
-        _per_channel(offset, input), chunk.deviations, _per_channel(scale, input)
-    )
+    output = torch.addcmul(_per_channel(offset, input), deviations, _per_channel(scale, input))
     return output.to(input.dtype)
+
+
+def _update_running_statistics(layer: BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
+    momentum = 0.0 if layer.momentum is None else layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+    if layer.running_mean is not None and layer.running_var is not None:
+        with torch.no_grad():
+            layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
+            layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), momentum)
 
 
 def _all_but_channels(values: Tensor) -> list[int]:

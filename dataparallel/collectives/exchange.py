@@ -4,24 +4,23 @@ Note [Exchanges]
 ~~~~~~~~~~~~~~~~
 Every collective becomes an *exchange*: what this process sends, which of four collectives of torch
 moves it (all_reduce, broadcast, all_gather, all_to_all), and what becomes of what arrives. All but
-the one in the middle are plain operations of tensors, which compilers can trace. Whoever has the
-exchange runs it: over the link of a hybrid group, over a process group without waiting for it, or
-with the operators of compiled code; see ``hybrid_group.py`` and ``process_group.py``.
+the one in the middle are plain operations of tensors, which compilers can trace. It runs over the
+link of a hybrid group, over a process group without waiting for it, or as operators of compiled
+code; see ``groups.py`` and ``process_group.py``.
 
 What is sent is in memory of its own, since a backend reads it after the caller has gone on. What is
 only moved travels as bytes, if its dtype is not one that every collective of gloo takes. A
 reduce_scatter brings the chunks to where they belong and reduces them there: half of what gloo
-would send for it, and for any operation. The replicas of a process are reduced in their order, and
-what comes from the processes by rank. So no result depends on timing.
+would send for it, and for any operation. Terms are reduced in the order of the members, so no
+result depends on timing.
 
 Note [What backends cannot reduce]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Gloo compares as C++ does, so that whether a NaN survives a minimum depends on the order of the
 processes, and NCCL drops every NaN. An integer has no NaN: floats travel as the integers that stand
 in the same order, with every NaN as the one that wins. They are the bits of the float, but negative
-ones count downwards from -1, where their magnitudes count upwards; -0.0 is below 0.0.
-
-An unsigned integer of 64 bits travels as if it began at the lowest signed one.
+ones count downwards from -1, where their magnitudes count upwards; -0.0 is below 0.0. An unsigned
+integer of 64 bits travels as if it began at the lowest signed one.
 
 Bool has no sum: gloo adds the bytes, and a bool whose byte is 2 is neither True nor False. Integers
 that a backend lacks travel as int64, where the sum is exact and wraps on return as it would have;
@@ -41,8 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import dataparallel.comm as comm
 from dataparallel import torch_internals
-from dataparallel.collectives.local_group import bring, spread
 from dataparallel.collectives.operations import (
     BITWISE,
     EXTREMES,
@@ -56,23 +55,16 @@ from dataparallel.collectives.operations import (
     mean_of,
     reduce_terms,
 )
+from dataparallel.comm.local import may_be_deferred
+from dataparallel.devices import is_accelerator
 
 # What every collective of every backend takes.
-_MOVED = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    }
-)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MOVED = frozenset({*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8})
 _COMPLEX = (torch.complex64, torch.complex128)
-_OF_BOOLS = {"sum": "max", "bor": "max", "max": "max", "product": "min", "band": "min"}
-_OF_BOOLS |= {"min": "min"}
+# Of bytes that are 0 or 1.
+_OF_BOOLS = dict.fromkeys(("sum", "bor", "max"), "max")
+_OF_BOOLS |= dict.fromkeys(("product", "band", "min"), "min")
 
 
 class Layout:
@@ -81,9 +73,9 @@ class Layout:
     def __init__(self, counts: Sequence[int], rank: int) -> None:
         ends = list(itertools.accumulate(counts))
         self.counts = counts
-        self.rank = rank
         self.of_rank = [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
         self.size = ends[-1]
+        self.rank = rank
         self.indices = self.of_rank[rank]
 
 
@@ -94,9 +86,8 @@ class Exchange:
     Attributes:
         primitive: The collective of torch's; "nothing" where all know that there are no elements.
         sent: What this process gives: contiguous, in memory of its own.
-        options: Of the primitive: the operation, the root, or how much to give to and to get from
-            each process.
-        length: How many elements arrive.
+        options: Of the primitive: the operation, the root, how many processes gather, or how much
+            to give to and to get from each.
         finish: From what arrives, which it may change, the results of the members of this process.
         in_place: Whether ``finish`` makes a single result, contiguous, in what has arrived.
     """
@@ -104,15 +95,16 @@ class Exchange:
     primitive: str
     sent: Tensor
     options: tuple[Any, ...]
-    length: int
     finish: Callable[[Tensor], list[Tensor]]
     in_place: bool = False
 
     def arriving(self, sent: Tensor) -> Tensor:
         """Memory for what arrives where ``sent`` is."""
-        if self.primitive in ("all_reduce", "broadcast"):
-            return sent
-        return sent.new_empty(self.length)
+        if self.primitive == "all_gather":
+            return sent.new_empty(sent.numel() * self.options[0])
+        if self.primitive == "all_to_all":
+            return sent.new_empty(sum(self.options[1]))
+        return sent
 
     def start(self, sent: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> Any:
         """Give it to the backend of a process group, and return its work."""
@@ -132,14 +124,13 @@ class Exchange:
         """The results by torch's operators, which compilers know."""
         operators = torch_internals.functional_operators
         if self.primitive == "nothing":
-            arrived = self.sent.new_empty(self.length)
+            arrived = self.sent
         elif self.primitive == "all_reduce":
             arrived = operators.all_reduce(self.sent, self.options[0], group)
         elif self.primitive == "broadcast":
             arrived = operators.broadcast(self.sent, self.options[0], group)
         elif self.primitive == "all_gather":
-            copies = self.length // self.sent.numel()
-            arrived = operators.all_gather_into_tensor(self.sent, copies, group)
+            arrived = operators.all_gather_into_tensor(self.sent, self.options[0], group)
         else:
             gives, gets = self.options
             arrived = operators.all_to_all_single(self.sent, gets, gives, group)
@@ -154,28 +145,24 @@ def exchange_of(collective: Collective, inputs: Sequence[Tensor], layout: Layout
             for x, member in zip(inputs, layout.indices, strict=True)
         ]
         empty = inputs[0].new_empty(0)
-        return Exchange("nothing", empty, (), 0, lambda x: [x.new_empty(shape) for shape in shapes])
-    match collective:
-        case AllReduce(op):
-            return _reduction(op, inputs, layout, layout.indices)
-        case Reduce(op, root):
-            return _reduction(op, inputs, layout, [root])
-        case Broadcast(root):
-            return _broadcast(root, inputs, layout)
-        case AllGather():
-            return _all_gather(collective, inputs, layout)
-        case AllToAll() if len(collective.input_splits) == 1:
-            return _rows(collective, inputs[0])
+        return Exchange("nothing", empty, (), lambda x: [x.new_empty(shape) for shape in shapes])
+    if isinstance(collective, (AllReduce, Reduce)):
+        return _reduction(collective, inputs, layout)
+    if isinstance(collective, Broadcast):
+        return _broadcast(collective, inputs, layout)
+    if isinstance(collective, AllGather):
+        return _all_gather(collective, inputs, layout)
+    if isinstance(collective, AllToAll) and len(collective.input_splits) == 1:
+        return _rows(collective, inputs[0])
     return _pieces(collective, inputs, layout)
 
 
 # --- reductions ------------------------------------------------------------------------------
 
 
-def _reduction(
-    op: str, inputs: Sequence[Tensor], layout: Layout, targets: Sequence[int]
-) -> Exchange:
-    """A reduction that the members ``targets`` get; the others get zeros."""
+def _reduction(collective: Collective, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
+    """A reduction that all members get, or the root; the others get zeros."""
+    op, root = collective.op, collective.root
     begun = "sum" if op == "avg" else op
     devices = [x.device for x in inputs]
     own = _plain(reduce_terms(begun, [bring(x, devices[0]) for x in inputs]))
@@ -190,15 +177,14 @@ def _reduction(
         if op == "avg":
             mean_of(total, layout.size)
         return [
-            value if member in targets else value.zero_()
+            value if root in (None, member) else value.zero_()
             for value, member in zip(spread(total, devices), layout.indices, strict=True)
         ]
 
     if native is None:
-        packed = _packed(own)
-        return Exchange("all_gather", packed, (), packed.numel() * len(layout.counts), finish)
+        return Exchange("all_gather", _packed(own), (len(layout.counts),), finish)
     in_place = sent.dtype == own.dtype and len(inputs) == 1
-    return Exchange("all_reduce", sent, (native,), sent.numel(), finish, in_place)
+    return Exchange("all_reduce", sent, (native,), finish, in_place)
 
 
 def _loaded(op: str, own: Tensor) -> tuple[str | None, Tensor]:
@@ -246,18 +232,19 @@ def _ordered(bits: Tensor) -> Tensor:
 # --- copies ----------------------------------------------------------------------------------
 
 
-def _broadcast(root: int, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
+def _broadcast(collective: Collective, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
+    root = collective.root
     source = next(rank for rank, members in enumerate(layout.of_rank) if root in members)
     like, devices = inputs[0], [x.device for x in inputs]
     # Elsewhere it is overwritten; see Note [What compilers remove].
-    mine = inputs[root - layout.indices.start] if source == layout.rank else like
+    mine = next((x for x, i in zip(inputs, layout.indices, strict=True) if i == root), like)
     sent = _packed(mine.clone(memory_format=torch.contiguous_format))
 
     def finish(arrived: Tensor) -> list[Tensor]:
         value = _unpacked(arrived, like.dtype).view(like.shape)
         return spread(bring(value, devices[0]), devices)
 
-    return Exchange("broadcast", sent, (source,), sent.numel(), finish, len(inputs) == 1)
+    return Exchange("broadcast", sent, (source,), finish, len(inputs) == 1)
 
 
 def _all_gather(collective: AllGather, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
@@ -278,8 +265,7 @@ def _all_gather(collective: AllGather, inputs: Sequence[Tensor], layout: Layout)
         ]
         return spread(collective.combine(pieces, layout.indices[0], like), devices)
 
-    length = sent.numel() * len(layout.counts)
-    return Exchange("all_gather", sent, (), length, finish, in_place)
+    return Exchange("all_gather", sent, (len(layout.counts),), finish, in_place)
 
 
 def _rows(collective: AllToAll, own: Tensor) -> Exchange:
@@ -293,7 +279,6 @@ def _rows(collective: AllToAll, own: Tensor) -> Exchange:
         "all_to_all" if width else "nothing",
         sent,
         ([n * scale for n in gives], [n * scale for n in gets]),
-        shape[0] * scale,
         lambda arrived: [_unpacked(arrived, own.dtype).view(shape)],
         in_place=True,
     )
@@ -301,12 +286,12 @@ def _rows(collective: AllToAll, own: Tensor) -> Exchange:
 
 def _pieces(collective: Collective, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
     """Any collective, by its pieces. See Note [Pieces]."""
-    like, sources = inputs[0], layout.of_rank
-    size, average = layout.size, False
+    like, sources, size = inputs[0], layout.of_rank, layout.size
     given = [bring(x, like.device) for x in inputs]
+    is_mean = collective.op == "avg"
     if isinstance(collective, ReduceScatter):
-        average = collective.op == "avg"
-        collective = dataclasses.replace(collective, op="sum" if average else collective.op)
+        if is_mean:
+            collective = dataclasses.replace(collective, op="sum")
         given = [reduce_terms(collective.op, given)] if len(given) > 1 else given
         # One source per process, with what its replicas have together.
         sources = [members[:1] for members in sources]
@@ -346,9 +331,9 @@ def _pieces(collective: Collective, inputs: Sequence[Tensor], layout: Layout) ->
             collective.combine([bring(piece, own.device) for piece in pieces[member]], member, own)
             for member, own in zip(layout.indices, inputs, strict=True)
         ]
-        return [mean_of(result, size) for result in results] if average else results
+        return [mean_of(result, size) for result in results] if is_mean else results
 
-    return Exchange("all_to_all", sent, (gives, gets), sum(gets), finish)
+    return Exchange("all_to_all", sent, (gives, gets), finish)
 
 
 def _piece_of(
@@ -381,3 +366,26 @@ def _unpacked(arrived: Tensor, dtype: torch.dtype) -> Tensor:
 def _scale(like: Tensor) -> int:
     """How many elements travel for one of a tensor that is only moved."""
     return 1 if like.dtype in _MOVED else like.element_size()
+
+
+def spread(value: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """The value on each device, each in memory of its own; itself where a device is its own."""
+    if all(device == value.device for device in devices):
+        return [value, *(value.clone() for _ in devices[1:])]
+    # Copies on one device share memory, and each replica may write to its own.
+    taken: set[torch.device] = set()
+    results = []
+    for copy in comm.broadcast(value, devices):
+        results.append(copy.clone() if copy.device in taken else copy)
+        taken.add(copy.device)
+    return results
+
+
+def bring(piece: Tensor, device: torch.device) -> Tensor:
+    """A piece on ``device``: itself, or a copy."""
+    if piece.device == device:
+        return piece
+    if may_be_deferred(piece, device) and not is_accelerator(piece.device):
+        # Its member may write to it right then, and pinned memory is read later.
+        piece = piece.clone()
+    return comm.broadcast(piece, [device])[0]

@@ -24,17 +24,17 @@ the result is still under way, its first use raises that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataparallel import torch_internals
 from dataparallel.collectives import process_group
 from dataparallel.collectives.async_tensor import AsyncCollectiveTensor
-from dataparallel.collectives.groups import Group, resolve
-from dataparallel.collectives.local_group import LocalGroup, check_input
+from dataparallel.collectives.groups import HybridGroup, LocalGroup, check_input
 from dataparallel.collectives.operations import (
     AllGather,
     AllReduce,
@@ -47,6 +47,43 @@ from dataparallel.collectives.operations import (
     Scatter,
     op_name,
 )
+from dataparallel.collectives.process_group import CheckMode
+from dataparallel.errors import chosen
+from dataparallel.threads.apply import current_replica
+
+__all__ = [
+    "Group",
+    "all_gather_inplace",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "all_gather_single_coalesced",
+    "all_gather_tensor",
+    "all_gather_tensor_autograd",
+    "all_gather_tensor_inplace",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_reduce_inplace",
+    "all_to_all_inplace",
+    "all_to_all_single",
+    "all_to_all_single_autograd",
+    "broadcast",
+    "gather",
+    "permute_tensor",
+    "reduce",
+    "reduce_scatter_inplace",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_inplace",
+    "scatter",
+    "set_checks",
+    "traceable_collective_remaps",
+    "wait_tensor",
+]
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
@@ -62,8 +99,10 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     Returns:
         A plain tensor with the same memory.
     """
-    # Whatever else came from a collective has waited already.
-    return _plain(tensor)
+    # Whatever else came from a collective has waited already. Compiled code has no other.
+    if torch.compiler.is_compiling() or not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    return tensor.wait()
 
 
 def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
@@ -82,7 +121,7 @@ def broadcast(self: Tensor, src: int, group: Group, tag: str = "") -> Tensor:
     Returns:
         A new tensor like ``self``.
     """
-    return _run(Broadcast(src), self, group, tag)
+    return _run(Broadcast(root=src), self, group, tag)
 
 
 def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tensor:
@@ -98,7 +137,7 @@ def all_reduce(self: Tensor, reduceOp: str, group: Group, tag: str = "") -> Tens
     Returns:
         A new tensor like ``self``.
     """
-    return _run(AllReduce(op_name(reduceOp)), self, group, tag)
+    return _run(AllReduce(op=op_name(reduceOp)), self, group, tag)
 
 
 def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -> Tensor:
@@ -117,7 +156,7 @@ def reduce(self: Tensor, reduceOp: str, dst: int, group: Group, tag: str = "") -
     Returns:
         A new tensor like ``self``; zeros at the other members.
     """
-    return _run(Reduce(op_name(reduceOp), dst), self, group, tag)
+    return _run(Reduce(op=op_name(reduceOp), root=dst), self, group, tag)
 
 
 def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = "") -> Tensor:
@@ -135,7 +174,7 @@ def all_gather_tensor(self: Tensor, gather_dim: int, group: Group, tag: str = ""
     Returns:
         A new tensor, ``size`` times as long in ``gather_dim``.
     """
-    return _run(AllGather(gather_dim), _at_least_1d(self), group, tag)
+    return _run(AllGather(dim=gather_dim), _at_least_1d(self), group, tag)
 
 
 def gather(self: Tensor, gather_dim: int, dst: int, group: Group, tag: str = "") -> Tensor:
@@ -153,7 +192,7 @@ def gather(self: Tensor, gather_dim: int, dst: int, group: Group, tag: str = "")
     Returns:
         A new tensor; at the other members its length in ``gather_dim`` is 0.
     """
-    return _run(Gather(gather_dim, dst), _at_least_1d(self), group, tag)
+    return _run(Gather(dim=gather_dim, root=dst), _at_least_1d(self), group, tag)
 
 
 def reduce_scatter_tensor(
@@ -171,7 +210,7 @@ def reduce_scatter_tensor(
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
     """
-    return _run(ReduceScatter(op_name(reduceOp), scatter_dim), self, group, tag)
+    return _run(ReduceScatter(op=op_name(reduceOp), dim=scatter_dim), self, group, tag)
 
 
 def scatter(self: Tensor, scatter_dim: int, src: int, group: Group, tag: str = "") -> Tensor:
@@ -187,7 +226,7 @@ def scatter(self: Tensor, scatter_dim: int, src: int, group: Group, tag: str = "
     Returns:
         A new tensor, contiguous; ``size`` times shorter in ``scatter_dim``.
     """
-    return _run(Scatter(scatter_dim, src), self, group, tag)
+    return _run(Scatter(dim=scatter_dim, root=src), self, group, tag)
 
 
 def all_to_all_single(
@@ -223,8 +262,7 @@ def all_to_all_single(
             "output_split_sizes and input_split_sizes are given both or not at all, but got "
             f"{output_split_sizes} and {input_split_sizes}"
         )
-    splits = AllToAll((tuple(output_split_sizes),), (tuple(input_split_sizes),))
-    return _run(splits, self, target, tag)
+    return _run(_splits(output_split_sizes, input_split_sizes), self, target, tag)
 
 
 def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str = "") -> Tensor:
@@ -256,7 +294,7 @@ def permute_tensor(self: Tensor, src_dst: Sequence[int], group: Group, tag: str 
     count = rows.size(0)
     gives = [count if member == src_dst[rank] else 0 for member in range(size)]
     gets = [count if src_dst[member] == rank else 0 for member in range(size)]
-    result = _run(AllToAll((tuple(gets),), (tuple(gives),)), rows, target, "")
+    result = _run(_splits(gets, gives), rows, target, "")
     return result.squeeze(0) if is_exact else result
 
 
@@ -548,15 +586,9 @@ def _run(collective: Collective, tensor: Tensor, group: Group, tag: str) -> Tens
     target = resolve(group, tag)
     if not isinstance(target, str):
         # Refuses what is no dense tensor, and tells the other members.
-        return target.run(collective, _plain(tensor))
+        return target.run(collective, wait_tensor(tensor))
     check_input(collective.name, tensor)
-    return process_group.run(collective, _plain(tensor), target)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return tensor
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return process_group.run(collective, wait_tensor(tensor), target)
 
 
 def _place_in(target: str | LocalGroup) -> tuple[int, int]:
@@ -570,6 +602,11 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
     return tensor.reshape(1) if is_scalar else tensor
 
 
+def _splits(gets: Sequence[int], gives: Sequence[int]) -> AllToAll:
+    """What this member asks for."""
+    return AllToAll(output_splits=(tuple(gets),), input_splits=(tuple(gives),))
+
+
 def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
     if tensor.dim() == 0 or tensor.size(0) % size:
         raise ValueError(
@@ -577,3 +614,112 @@ def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
             f"{size} members; pass {name}_split_sizes"
         )
     return [tensor.size(0) // size] * size
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+#: What functions take as ``group``: a process group (None: the default one), its name, a list of
+#: the ranks of a process group, lists of such ranks, a mesh of one dimension, a mesh and one of its
+#: dimensions, a group of replicas, or ``"local"`` or ``"hybrid"``.
+Group: TypeAlias = Any
+
+_BY_NAME = {"local": LocalGroup(), "hybrid": HybridGroup()}
+
+
+def resolve(group: Group, tag: str = "") -> str | LocalGroup:
+    """The name of a process group, or the group of replicas, that ``group`` stands for.
+
+    Ranks are those of the default group. Lists of ranks stand for a group that exists: the one over
+    the list with this process. ``tag`` tells groups over the same ranks apart, as in torch.
+    """
+    if isinstance(group, LocalGroup):
+        return group
+    if isinstance(group, str) and group in _BY_NAME:
+        return _BY_NAME[group]
+    replica = None if torch.compiler.is_compiling() else current_replica()
+    if replica is not None and replica.num_replicas > 1:
+        raise RuntimeError(
+            f"a collective over processes was called in replica {replica.index} of "
+            f"{replica.num_replicas}: every replica would take part for the whole process; pass "
+            "group='hybrid' for all replicas of all processes, or 'local' for those of this one"
+        )
+    # Also read for other groups: compiled code has ranks and sizes in it, and the guard for this
+    # has torch compile it again after `torch.distributed` was initialized again.
+    default = dist.group.WORLD if dist.is_available() else None
+    if default is None:
+        raise RuntimeError(
+            "a collective over processes needs torch.distributed; call "
+            "torch.distributed.init_process_group() first, or pass group='local' for the replicas "
+            f"of this process (group is {group!r})"
+        )
+    if isinstance(group, str):
+        return group
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    elif isinstance(group, tuple) and isinstance(group[0], DeviceMesh):
+        mesh, dim = group
+        group = mesh.get_group(dim)
+    elif isinstance(group, Sequence):
+        return _name_of_ranks(group, tag)
+    elif group is None:
+        group = default
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "group is a ProcessGroup with this process in it, its name or its ranks, a DeviceMesh "
+            f"of one dimension, (DeviceMesh, dim), 'local' or 'hybrid', but got {group!r}"
+        )
+    if not torch.compiler.is_compiling() and not torch_internals.is_registered(group):
+        raise ValueError(
+            f"the process group {group.group_name!r} was destroyed, or not made by "
+            "torch.distributed; pass one from new_group() or init_device_mesh()"
+        )
+    return group.group_name
+
+
+def _name_of_ranks(given: Sequence[Any], tag: str) -> str:
+    here = dist.get_rank()
+    lists = [entry for entry in given if isinstance(entry, Sequence)] or [given]
+    mine = [ranks for ranks in lists if here in ranks]
+    ranks = sorted(mine[0] if mine else given)
+    # Torch marks tags that users have given.
+    marked = tag if not tag or tag.startswith(("ptd:", "user:")) else f"user:{tag}"
+    for group in torch_internals.world().tags_to_pg.get(marked, []):
+        if sorted(dist.get_process_group_ranks(group)) == ranks:
+            name: str = group.group_name
+            return name
+    raise ValueError(
+        f"there is no process group over the ranks {ranks} in rank {here}; make it once, in every "
+        "process, with torch.distributed.new_group(), and pass that or the ranks"
+    )
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def set_checks(mode: CheckMode, group: Group = None) -> None:
+    """Choose when processes compare their collectives before they launch them.
+
+    Without a check, different operations or dtypes give wrong numbers, and with gloo different
+    shapes end a process. With a check, all processes raise a :class:`CollectiveMismatch` that shows
+    the collective of each. Call this in all processes at the same point.
+
+    Example::
+
+        set_checks("always")        # while looking for a mistake
+
+    Args:
+        mode: ``"sampled"`` (the default): the first three collectives of a group, and three after
+            a mismatch. ``"always"``: all. ``"off"``: none.
+        group: The process group, as in the collectives themselves. Default: all groups that are
+            used from now on.
+
+    Raises:
+        ValueError: ``mode`` is none of the three; or ``group`` is a group of replicas, which
+            always compare their collectives.
+    """
+    name = None if group is None else resolve(group)
+    if isinstance(name, LocalGroup):
+        raise ValueError(
+            "group is a process group, but got one of replicas; these always compare what they do"
+        )
+    process_group.choose_checks(chosen("checks", mode, get_args(CheckMode)), name)

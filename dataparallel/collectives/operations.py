@@ -1,4 +1,4 @@
-"""What each collective does: which piece goes from whom to whom, and what becomes of the pieces.
+"""What each collective does, and its derivative, which is made of other collectives.
 
 Note [Pieces]
 ~~~~~~~~~~~~~
@@ -10,9 +10,22 @@ all members, in their order:
     reduce_scatter   piece: chunk j of i          combine: reduce
     all_to_all       piece: rows for j of i       combine: concatenate
 
-Whoever can bring pieces from member to member can do all collectives: ``local_group.py`` between
-the replicas of a process, ``exchange.py`` between processes. The derivative of each is made of
-others; see ``derivatives.py``.
+Whoever can bring pieces from member to member can do all collectives: ``groups.py`` between the
+replicas of a process, ``exchange.py`` between processes.
+
+Note [Derivatives of collectives]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+All members together compute one function of all their tensors, and each member's loss is one term
+of the whole loss. So the gradient of a member's tensor is the sum, over all members, of what their
+losses have from it: the transpose of a gather is the sum of a reduce_scatter, and so on. Reductions
+are the total gradient, brought to where the terms are, times what one term contributes. All of it
+is differentiable again.
+
+Note [One node for all members]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A member that waits inside backward for another one would wait for ever when one thread runs the
+backward of both. So the members of a process meet in forward only, where one of them makes ONE
+node, with an input and an output per member. Outputs that nobody used count as zero.
 """
 
 from __future__ import annotations
@@ -26,8 +39,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dataparallel import kernels
+from dataparallel import kernels, torch_internals
 from dataparallel.comm.local import type_of_sum
+from dataparallel.graph.functions import apply_function
 
 # --- reductions ------------------------------------------------------------------------------
 
@@ -49,12 +63,9 @@ EXTREMES = frozenset({"min", "max"})
 
 def op_name(op: Any) -> str:
     """The name of an operation, of a name in any case or a ``torch.distributed.ReduceOp``."""
-    if isinstance(op, str):
-        name = op.lower()
-    else:
-        # A member of the enumeration has the name itself; an instance of ReduceOp has the member.
-        member = getattr(op, "name", None) or getattr(getattr(op, "op", None), "name", "")
-        name = str(member).lower()
+    # A member of the enumeration has the name itself; an instance of ReduceOp has the member.
+    member = getattr(op, "name", None) or getattr(getattr(op, "op", None), "name", op)
+    name = str(member).lower()
     if name not in OPS:
         raise ValueError(f"reduceOp is one of {', '.join(OPS)}, but got {op!r}")
     return name
@@ -86,85 +97,91 @@ def mean_of(total: Tensor, count: int) -> Tensor:
 # --- collectives -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """One collective with its options; the same at all members.
 
-    What a collective does follows from the options that it has: ``op`` reduces, ``root`` is the
-    only member that gives (``src``) or gets (``dst``), ``dim`` is where pieces are put together or,
-    if the collective ``divides``, where the tensor is cut.
+    Attributes:
+        op: Which operation reduces; empty if none does.
+        root: The only member that gives (``src``) or gets (``dst``).
+        dim: Where pieces are put together or, if the collective ``divides``, the tensor is cut.
+        label: What calls it, for messages; members that call it for others do not meet.
     """
 
+    op: str = ""
+    root: int | None = None
+    dim: int | None = None
+    label: str = ""
+
     #: Under which users call it.
-    name: ClassVar[str]
+    function: ClassVar[str]
     divides: ClassVar[bool] = False
     gives: ClassVar[bool] = False
 
-    def option(self, name: str) -> Any:
-        """The ``op``, ``root`` or ``dim``; None if the collective has none."""
-        return getattr(self, name, None)
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.label or self.function
 
     def __str__(self) -> str:
-        options = [
-            f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)
-        ]
-        return f"{self.name}({', '.join(options)})"
+        options = {"op": self.op or None, "dim": self.dim, "root": self.root}
+        texts = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        return f"{self.name}({', '.join(texts)})"
+
+    def signature(self, tensor: Tensor) -> str:
+        """What must be the same at all members, as a text."""
+        return f"{self} of {dtype_name(tensor)} {tuple(tensor.shape)}"
 
     def checked(self, tensor: Tensor, size: int) -> Collective:
         """The same with dimensions counted from the front; a ValueError if it takes no such tensor.
 
         There are ``size`` members.
         """
-        op, root, dim = self.option("op"), self.option("root"), self.option("dim")
-        if op in EXTREMES and tensor.is_complex():
+        if self.op in EXTREMES and tensor.is_complex():
             # Whatever else has no such operation, torch refuses.
             raise ValueError(
-                f"the operation {op!r} needs an order, which complex numbers do not have; reduce "
-                "their absolute values"
+                f"the operation {self.op!r} needs an order, which complex numbers do not have; "
+                "reduce their absolute values"
             )
-        if root is not None and not 0 <= root < size:
+        if self.root is not None and not 0 <= self.root < size:
             name = "src" if self.gives else "dst"
             raise ValueError(
-                f"{name} is a member of the group, from 0 to {size - 1}, but got {root}"
+                f"{name} is a member of the group, from 0 to {size - 1}, but got {self.root}"
             )
-        if dim is None:
+        if self.dim is None:
             return self
-        name = "scatter_dim" if self.divides else "gather_dim"
-        if not -tensor.dim() <= dim < tensor.dim():
+        name, shape = "scatter_dim" if self.divides else "gather_dim", tuple(tensor.shape)
+        if not -len(shape) <= self.dim < len(shape):
+            raise ValueError(f"{name}={self.dim} is out of range for a tensor of shape {shape}")
+        if self.divides and shape[self.dim] % size:
             raise ValueError(
-                f"{name}={dim} is out of range for a tensor of shape {tuple(tensor.shape)}, which "
-                f"has {tensor.dim()} dimensions"
+                f"{self.name} divides the tensor of shape {shape} along {name}={self.dim} into "
+                f"{size} equal chunks, but {shape[self.dim]} is no multiple of {size}; pad it, or "
+                "use all_to_all_single, which takes split sizes"
             )
-        length = tensor.size(dim)
-        if self.divides and length % size:
-            raise ValueError(
-                f"{self.name} divides the tensor of shape {tuple(tensor.shape)} along {name}={dim} "
-                f"into {size} equal chunks, but {length} is no multiple of {size}; pad it to "
-                f"{length + size - length % size}, or use all_to_all_single, which takes split "
-                "sizes"
-            )
-        changes: Any = {"dim": dim % tensor.dim()}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, dim=self.dim % len(shape))
+
+    def agree(self, others: Sequence[Collective]) -> Collective:
+        """What all members ask for together; ``others`` are in their order, this one among them."""
+        return self
 
     def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
         """The shape of the result of a member that gives ``tensor``."""
-        dim = self.option("dim")
-        if dim is None:
+        if self.dim is None:
             return tensor.shape
-        length = tensor.shape[dim]
+        length = tensor.shape[self.dim]
         if self.divides:
-            return _resized(tensor, dim, length // size)
-        return _resized(tensor, dim, length * size if self.option("root") in (None, member) else 0)
+            return _resized(tensor, self.dim, length // size)
+        return _resized(tensor, self.dim, length * size if self.root in (None, member) else 0)
 
     def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
         """The part of the tensor of ``source`` that ``target`` needs, as a view of it."""
-        if self.option("root") not in (None, source if self.gives else target):
+        if self.root not in (None, source if self.gives else target):
             return None
-        if not self.divides:
+        if not self.divides or self.dim is None:
             return tensor
-        dim = self.option("dim")
-        length = tensor.size(dim) // size
-        return tensor.narrow(dim, target * length, length)
+        length = tensor.size(self.dim) // size
+        return tensor.narrow(self.dim, target * length, length)
 
     def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
         """The result of ``member``, in new memory, from the pieces meant for it, by source.
@@ -173,19 +190,20 @@ class Collective:
         """
         if not pieces:
             return own.new_zeros(self.shape(own, member, 0))
-        if op := self.option("op"):
-            return reduce_terms(op, pieces).contiguous()
-        if self.gives:
+        if self.op:
+            return reduce_terms(self.op, pieces).contiguous()
+        if self.gives or self.dim is None:
             return pieces[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(list(pieces), self.option("dim")).contiguous()
+        return torch.cat(list(pieces), self.dim).contiguous()
 
-    def agree(self, others: Sequence[Collective]) -> Collective:
-        """What all members ask for together; ``others`` are in their order, this one among them."""
-        return self
 
-    def signature(self, tensor: Tensor) -> str:
-        """What must be the same at all members, as a text."""
-        return f"{self} of {dtype_name(tensor)} {tuple(tensor.shape)}"
+def sides_of(texts: Sequence[str], names: Sequence[str]) -> str:
+    """Who came to what, a line for each text; empty where all came to the same."""
+    came: dict[str, list[str]] = {}
+    for text, name in zip(texts, names, strict=True):
+        came.setdefault(text, []).append(name)
+    lines = [f"\n  {', '.join(who)}: {text}" for text, who in came.items()]
+    return "".join(lines) if len(lines) > 1 else ""
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -193,71 +211,59 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
+def _resized(tensor: Tensor, dim: int, length: int) -> list[int]:
+    shape = list(tensor.shape)
+    shape[dim] = length
+    return shape
+
+
 class AllReduce(Collective):
     """Every member gets the reduction of all tensors."""
 
-    op: str
-    name = "all_reduce"
+    function = "all_reduce"
 
 
-@dataclass(frozen=True)
 class Reduce(Collective):
     """The member ``root`` gets the reduction of all tensors, the others zeros."""
 
-    op: str
-    root: int
-    name = "reduce"
+    function = "reduce"
 
 
-@dataclass(frozen=True)
 class ReduceScatter(Collective):
     """Each member gets its chunk, along ``dim``, of the reduction of all tensors."""
 
-    op: str
-    dim: int
-    name = "reduce_scatter_tensor"
+    function = "reduce_scatter_tensor"
     divides = True
 
 
-@dataclass(frozen=True)
 class Broadcast(Collective):
     """Every member gets the tensor of ``root``."""
 
-    root: int
-    name = "broadcast"
+    function = "broadcast"
     gives = True
 
 
-@dataclass(frozen=True)
 class AllGather(Collective):
     """Every member gets all tensors, concatenated along ``dim``."""
 
-    dim: int
-    name = "all_gather_tensor"
+    function = "all_gather_tensor"
 
 
-@dataclass(frozen=True)
 class Gather(Collective):
     """The member ``root`` gets all tensors, concatenated along ``dim``; the others nothing."""
 
-    dim: int
-    root: int
-    name = "gather"
+    function = "gather"
 
 
-@dataclass(frozen=True)
 class Scatter(Collective):
     """Each member gets its chunk, along ``dim``, of the tensor of ``root``."""
 
-    dim: int
-    root: int
-    name = "scatter"
+    function = "scatter"
     divides = True
     gives = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AllToAll(Collective):
     """Each member gets, from each, the rows meant for it, concatenated.
 
@@ -265,10 +271,14 @@ class AllToAll(Collective):
     many it gives to each.
     """
 
-    output_splits: tuple[tuple[int, ...], ...]
-    input_splits: tuple[tuple[int, ...], ...]
-    name = "all_to_all_single"
-    dim = 0
+    dim: int | None = 0
+    output_splits: tuple[tuple[int, ...], ...] = ()
+    input_splits: tuple[tuple[int, ...], ...] = ()
+
+    function = "all_to_all_single"
+
+    def signature(self, tensor: Tensor) -> str:
+        return f"{self.name} of {dtype_name(tensor)} rows of shape {tuple(tensor.shape[1:])}"
 
     def checked(self, tensor: Tensor, size: int) -> Collective:
         if torch.compiler.is_compiling():
@@ -288,13 +298,6 @@ class AllToAll(Collective):
             )
         return self
 
-    def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
-        return _resized(tensor, 0, sum(self.output_splits[0]))
-
-    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        gives = self.input_splits[source]
-        return tensor.narrow(0, sum(gives[:target]), gives[target])
-
     def agree(self, others: Sequence[Collective]) -> Collective:
         rows = [other for other in others if isinstance(other, AllToAll)]
         gets = tuple(itertools.chain.from_iterable(row.output_splits for row in rows))
@@ -309,17 +312,171 @@ class AllToAll(Collective):
                 f"the split sizes of all_to_all_single disagree: {'; '.join(faults)}; "
                 "output_split_sizes[i] here is input_split_sizes[this member] of member i"
             )
-        return AllToAll(gets, gives)
+        return AllToAll(output_splits=gets, input_splits=gives)
+
+    def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
+        return _resized(tensor, 0, sum(self.output_splits[0]))
+
+    def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
+        gives = self.input_splits[source]
+        return tensor.narrow(0, sum(gives[:target]), gives[target])
 
     def reversed(self) -> AllToAll:
         """What brings all rows back."""
-        return AllToAll(self.input_splits, self.output_splits)
-
-    def signature(self, tensor: Tensor) -> str:
-        return f"{self.name} of {dtype_name(tensor)} rows of shape {tuple(tensor.shape[1:])}"
+        return AllToAll(output_splits=self.input_splits, input_splits=self.output_splits)
 
 
-def _resized(tensor: Tensor, dim: int, length: int) -> list[int]:
-    shape = list(tensor.shape)
-    shape[dim] = length
-    return shape
+# --- calls and their derivatives -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a group: what the members of this process call together.
+
+    Attributes:
+        collective: What is computed.
+        indices: The members that are in this process.
+        size: How many members there are, in all processes.
+    """
+
+    collective: Collective
+    indices: range
+    size: int
+
+    def compute(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results of the members of this process, in new memory; not differentiable."""
+        raise NotImplementedError
+
+    def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results of another collective of the same members, differentiable; in backward."""
+        raise NotImplementedError
+
+
+def run_call(call: Call, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results for the members of this process, differentiable to any order."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        results: Sequence[Tensor] = apply_function(Node, call, None, None, *inputs)
+        return results
+    return call.compute(inputs)
+
+
+class Node(torch.autograd.Function):
+    """The node. See Note [One node for all members].
+
+    ``results`` are there where they were computed before. A hybrid group's node takes a ``turn``
+    or gives one, as a last output; see Note [Order of hybrid nodes in backward].
+    """
+
+    @staticmethod
+    def forward(
+        call: Call, results: Sequence[Tensor] | None, turn: Tensor | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        if results is None:
+            results = call.compute([x.detach() for x in inputs])
+        if torch.compiler.is_compiling():
+            # Torch 2.11 loses the gradient of what an operator gave back as it was, such as
+            # `contiguous()` of a contiguous tensor.
+            results = [result.view_as(result) for result in results]
+        return tuple(results) if turn is None else (*results, torch.empty((), device="cpu"))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Sequence[Tensor]) -> None:
+        call, _, _, *given = inputs
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.shapes = [x.shape for x in given]
+        ctx.outputs = [(y.shape, y.dtype, y.device) for y in output[: len(given)]]
+        if call.collective.op in EXTREMES | {"product"}:
+            if not torch.compiler.is_compiling():
+                # What a member in inference mode gives cannot be saved itself; it is a constant.
+                given = [x.clone() if x.is_inference() else x for x in given]
+            ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        of_outputs = grads[: len(ctx.outputs)]
+        if all(grad is None for grad in of_outputs):
+            # Only a later node has made the engine come here.
+            return (None,) * (3 + len(ctx.shapes))
+        full = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(of_outputs, ctx.outputs, strict=True)
+        ]
+        inputs = ctx.saved_tensors or [
+            grad.new_empty(()).expand(shape) for grad, shape in zip(full, ctx.shapes, strict=True)
+        ]
+        return None, None, None, *_derivative(ctx.call, inputs, full)
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether a node is needed: a level of forward mode may hold a tangent, which must not go."""
+    recorded = torch.is_grad_enabled() and tensor.requires_grad
+    return recorded or torch_internals.forward_mode_level() >= 0
+
+
+def _derivative(call: Call, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Per member of this process, the gradient of its input, from those of the outputs.
+
+    See Note [Derivatives of collectives]. Of the inputs only the shape counts, unless saved.
+    """
+    collective, run, size = call.collective, call.run, call.size
+    root, dim = collective.root, collective.dim
+    if isinstance(collective, AllReduce):
+        return _times_factor(call, inputs, run(AllReduce(op="sum"), grads))
+    if isinstance(collective, Reduce):
+        return _times_factor(call, inputs, run(Broadcast(root=root), grads))
+    if isinstance(collective, ReduceScatter):
+        return _times_factor(call, inputs, run(AllGather(dim=dim), grads))
+    if isinstance(collective, AllToAll):
+        return run(collective.reversed(), grads)
+    if isinstance(collective, AllGather):
+        return run(ReduceScatter(op="sum", dim=dim), grads)
+    if isinstance(collective, Broadcast):
+        return run(Reduce(op="sum", root=root), grads)
+    if isinstance(collective, Gather):
+        whole = AllGather(dim=dim)
+        full = [
+            grad if member == root else _zero(grad, whole.shape(x, member, size))
+            for member, x, grad in zip(call.indices, inputs, grads, strict=True)
+        ]
+        return run(Scatter(dim=dim, root=root), full)
+    assert isinstance(collective, Scatter), collective
+    gathered = run(Gather(dim=dim, root=root), grads)
+    return [
+        grad if member == root else _zero(grad, x.shape)
+        for member, x, grad in zip(call.indices, inputs, gathered, strict=True)
+    ]
+
+
+def _times_factor(
+    call: Call, inputs: Sequence[Tensor], totals: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    op = call.collective.op
+    if op == "sum":
+        return totals
+    if op == "avg":
+        return [total / call.size for total in totals]
+    if op == "product":
+        stacked = call.run(AllGather(dim=0), [x.unsqueeze(0) for x in inputs])
+        # Not the product of all divided by one: that one may be zero.
+        return [
+            total * torch.cat([rows[:member], rows[member + 1 :]]).prod(0).conj()
+            for total, rows, member in zip(totals, stacked, call.indices, strict=True)
+        ]
+    assert op in EXTREMES, "integers have no gradient"
+    with torch.no_grad():
+        extrema = call.run(AllReduce(op=op), [x.detach() for x in inputs])
+        # As in `torch.amax`, all that have the extremum share the gradient evenly; NaN is one.
+        hits = [
+            ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype)
+            for x, extremum in zip(inputs, extrema, strict=True)
+        ]
+        counts = call.run(AllReduce(op="sum"), hits)
+        factors = [hit / count for hit, count in zip(hits, counts, strict=True)]
+    return [total * factor for total, factor in zip(totals, factors, strict=True)]
+
+
+def _zero(empty: Tensor, shape: Sequence[int]) -> Tensor:
+    # Of what has no elements, so that all members have the same nodes in their graphs: where only
+    # the root's graph leads to a collective, the root waits for the others in the next derivative.
+    return empty.sum().expand(tuple(shape))

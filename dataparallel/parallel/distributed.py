@@ -57,7 +57,7 @@ from dataparallel.replicas.clones import check_placement, is_spread
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
-    from dataparallel.collectives.hybrid_group import HybridGroup
+    from dataparallel.collectives.groups import HybridGroup
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -94,7 +94,7 @@ class Training:
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
             if policy == "sync":
-                from dataparallel.collectives.hybrid_group import HybridGroup
+                from dataparallel.collectives.groups import HybridGroup
 
                 self._batch_group = HybridGroup(group, options.timeout)
         leaves = self._make_leaves(model.device_ids)

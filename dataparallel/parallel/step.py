@@ -32,7 +32,7 @@ from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backwar
 from dataparallel.threads.workers import WorkerPools
 
 if TYPE_CHECKING:
-    from dataparallel.collectives.hybrid_group import HybridGroup
+    from dataparallel.collectives.groups import HybridGroup
     from dataparallel.parallel.data_parallel import DataParallel
     from dataparallel.parallel.distributed import Training
 
@@ -117,7 +117,7 @@ class Runner:
         if self._policy == "sync":
             # Imported late: without it, no forward needs a collective.
             from dataparallel.collectives.batch_norm import synchronize
-            from dataparallel.collectives.local_group import LocalGroup
+            from dataparallel.collectives.groups import LocalGroup
 
             dress = functools.partial(synchronize, group or LocalGroup())
         sharing: Sharing = "none" if is_mean else "first"

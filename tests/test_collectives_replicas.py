@@ -1,9 +1,12 @@
-"""What is wrong about a collective over replicas is an error that says so, and nothing hangs."""
+"""Collectives over replicas: modules with them, and what is wrong is an error that says so.
+
+Oracle: the bare module on the whole batch.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools as partials
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +16,28 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as by_hooks
-from torch.utils.checkpoint import (
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
 from dataparallel.collectives import LocalGroup
 from dataparallel.collectives import functional as f
 from dataparallel.collectives.operations import op_name
 from dataparallel.threads.meeting import RendezvousError
-from tests.collective_cases import GROUP, each, index
-from tests.virtual.oracle import run_python as python
+from tests.collective_cases import GROUP, PLACES, each, index
+from tests.models import assert_all_close, grads_of
 
 ONES = [torch.ones(4) for _ in range(3)]
-WRAPPERS: list[Callable[..., Any]] = [DataParallel, DistributedDataParallel]
+WRAPPERS: dict[str, Callable[..., Any]] = {"dp": DataParallel, "ddp": DistributedDataParallel}
+
+
+@pytest.fixture(params=WRAPPERS)
+def wrap(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return WRAPPERS[request.param]
+
+
+@pytest.fixture(params=PLACES)
+def places(request: pytest.FixtureRequest) -> list[str]:
+    return PLACES[request.param]
 
 
 def total(x: Tensor, group: Any = GROUP) -> Tensor:
@@ -177,31 +186,6 @@ def test_unknown_operations(op: Any) -> None:
 # --- where it is called ------------------------------------------------------------------------
 
 
-def test_a_thread_that_is_no_replica_is_alone() -> None:
-    found: list[Any] = []
-
-    def other() -> None:
-        found.append((GROUP.size(), GROUP.rank(), total(torch.ones(2)).tolist()))
-
-    def call(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join(30)
-        return total(x)
-
-    replicas(call, 2)
-    assert found == [(1, 0, [1.0, 1.0])] * 2
-
-
-def test_calls_within_calls_have_groups_of_their_own() -> None:
-    def outer(x: Tensor) -> Any:
-        before = total(x)
-        within = parallel_apply([total] * 2, [x] * 2, devices=["cpu"] * 2)
-        return before.tolist(), [y.tolist() for y in within], total(x).tolist()
-
-    assert replicas(outer) == [([3.0] * 4, [[2.0] * 4] * 2, [3.0] * 4)] * 3
-
-
 def call_transformed(transform: Callable[[Any], Any], _: Tensor) -> Any:
     return transform(total)
 
@@ -251,32 +235,15 @@ class Saving(Doubled):
             return super().forward(x)
 
 
-def _early_stop(x: Tensor) -> Any:
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        return checkpoint(doubled, x, use_reentrant=False)
-
-
-def _recompute(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
-
-
 CHECKPOINTS: dict[str, Callable[[Tensor], Any]] = {
     "reentrant": lambda x: checkpoint(doubled, x, use_reentrant=True),
     "not reentrant": lambda x: checkpoint(doubled, x, use_reentrant=False),
-    "without early stop": _early_stop,
-    "selective": lambda x: checkpoint(
-        doubled,
-        x,
-        use_reentrant=False,
-        context_fn=partials.partial(create_selective_checkpoint_contexts, _recompute),
-    ),
-    "sequential": lambda x: checkpoint_sequential([doubled] * 3, 2, x, use_reentrant=False),
     "module hooks": lambda x: by_hooks(Doubled())(x),
     "module hooks below others": lambda x: by_hooks(Saving())(x),
 }
 
 
-class Net(nn.Linear):
+class Calling(nn.Linear):
     """Calls something with what it computes, in forward."""
 
     def __init__(self, call: Callable[[Tensor], Any]) -> None:
@@ -288,16 +255,14 @@ class Net(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_checkpoint_within_a_replica(kind: str, wrapper: Callable[..., Any]) -> None:
-    model = wrapper(Net(CHECKPOINTS[kind]), ["cpu"] * 2)
+def test_a_checkpoint_within_a_replica(kind: str, wrap: Callable[..., Any]) -> None:
+    model = wrap(Calling(CHECKPOINTS[kind]), ["cpu"] * 2)
     with pytest.raises(RuntimeError, match=r"all_reduce over replicas .*activation checkpointing"):
         model(torch.randn(4, 3))
     x = torch.randn(4, 3, requires_grad=True)
     # A group of one may be recomputed.
     CHECKPOINTS[kind](x).sum().backward()
-    factor = 8 if kind == "sequential" else 2
-    torch.testing.assert_close(x.grad, torch.full_like(x, factor))
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
 
 
 class Recomputed(torch.autograd.Function):
@@ -323,56 +288,179 @@ def hooked(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("call", [Recomputed.apply, hooked])
 @pytest.mark.parametrize("slots", [["cpu"] * 2, ["virtual:0", "virtual:1"]])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_other_code_that_runs_in_backward(
-    wrapper: Callable[..., Any], slots: list[str], call: Any
+    wrap: Callable[..., Any], slots: list[str], call: Any
 ) -> None:
-    model = wrapper(Net(call).to(slots[0]), slots)
+    model = wrap(Calling(call).to(slots[0]), slots)
     loss = model(torch.randn(4, 3, device=slots[0])).sum()
     with pytest.raises(RuntimeError, match="all_reduce over replicas was called in backward"):
         loss.backward()
 
 
-# --- interrupts ----------------------------------------------------------------------------------
+# --- modules ---------------------------------------------------------------------------------
 
 
-INTERRUPTED = """
-    import os, signal, threading, time
-    import torch
-    from dataparallel import DataParallel
-    from dataparallel.collectives import LocalGroup, all_reduce
-    from dataparallel.threads.apply import current_replica
+class Net(nn.Module):
+    """With a group of one on the whole batch it computes the same as with any other on chunks."""
 
-    group = LocalGroup(60)
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 3)
+        self.kinds = kinds
 
-    class Net(torch.nn.Module):
-        def forward(self, x, stuck):
-            total = all_reduce(torch.ones(4), "sum", group)
-            if stuck and current_replica().index == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-                while True:
-                    time.sleep(0.01)
-            return x + all_reduce(total, "sum", group)[:1]
-
-    model = DataParallel(Net(), ["cpu"] * 3)
-    begin = time.monotonic()
-    try:
-        model(torch.zeros(3, 1), True)
-    except KeyboardInterrupt:
-        print("interrupted")
-    assert time.monotonic() - begin < 30, "the interrupt released nobody"
-    assert model(torch.zeros(3, 1), False).tolist() == [[9.0]] * 3
-    names = "more than at first"
-    # The interrupted thread ends once it has been told, for which nobody waits.
-    while len(names) != 3 and time.monotonic() - begin < 30:
-        names = [t.name for t in threading.enumerate() if t.name.startswith("dataparallel")]
-    assert len(names) == 3, names
-    print("usable")
-"""
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if "reduce" in self.kinds:
+            count = total(torch.tensor(float(len(x)), device=x.device))
+            h = h - total(h.sum(0)) / count.double()
+        if "extremum" in self.kinds:
+            low = h.amin(0) if len(x) else h.new_full((6,), float("inf"))
+            h = h / (1 + (h.detach() - f.all_reduce(low, "min", GROUP)).abs())
+        if "gather" in self.kinds:
+            every = f.all_gather_tensor(h, 0, GROUP)
+            h = h + torch.softmax(h @ every.t(), 1) @ every
+        if "rows" in self.kinds:
+            # There and back.
+            back = f.all_to_all_single(h, None, None, GROUP)
+            h = h * f.all_to_all_single(back, None, None, GROUP)
+        if "scatter" in self.kinds:
+            # What each has for all is the same for all, so the mean of the chunks is no other.
+            chunk = f.reduce_scatter_tensor(self.first.weight.repeat(2, 1), "avg", 0, GROUP)
+            every = f.all_gather_tensor(chunk, 0, GROUP)
+            h = h + every.sum() + f.broadcast(self.first.bias, 0, GROUP)
+        output: Tensor = self.second(h.tanh())
+        return output
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
-def test_ctrl_c_releases_replicas_in_a_collective() -> None:
-    result = python(INTERRUPTED)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "interrupted\nusable\n"
+KINDS = ["reduce extremum", "gather rows", "scatter", "reduce gather scatter"]
+
+
+def pair(wrap: Callable[..., Any], places: list[str], kinds: str) -> tuple[Any, Any, Tensor]:
+    torch.manual_seed(1)
+    bare = Net(kinds).double().to(places[0])
+    x = torch.randn(16, 4, dtype=torch.double, device=places[0])
+    return bare, wrap(copy.deepcopy(bare), places), x
+
+
+def compare(
+    models: tuple[Any, Any], x: Tensor, run: Callable[[Any, Tensor], Any] = lambda m, x: m(x)
+) -> None:
+    """Outputs and gradients of both, of the input too."""
+    results = []
+    for module in models:
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        output = run(module, leaf)
+        output.square().sum().backward()
+        results.append([output, leaf.grad, *grads_of(module)])
+    assert_all_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_three_steps(wrap: Callable[..., Any], places: list[str], kinds: str) -> None:
+    bare, model, x = pair(wrap, places, kinds)
+    for number in range(3):
+        compare((bare, model), x * (number + 1))
+        for module in (bare, model):
+            with torch.no_grad():
+                for p in module.parameters():
+                    p -= 0.01 * p.grad
+    assert_all_close(model.parameters(), bare.parameters())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_all_close([model(x)], [bare(x)])
+
+
+@pytest.mark.parametrize("samples", [9, 3, 1])
+def test_uneven_chunks(wrap: Callable[..., Any], places: list[str], samples: int) -> None:
+    bare, model, x = pair(wrap, places, "reduce extremum")
+    compare((bare, model), x[:samples])
+
+
+def test_torch_autograd_grad_and_second_gradients(
+    wrap: Callable[..., Any], places: list[str]
+) -> None:
+    bare, model, x = pair(wrap, places, "reduce gather")
+    results = []
+    for module in (bare, model):
+        leaf = x.clone().requires_grad_()
+        output = module(leaf).square().sum()
+        first = torch.autograd.grad(
+            output, [leaf, *module.parameters()], create_graph=True, allow_unused=True
+        )
+        output.backward(retain_graph=True)
+        torch.stack([g.square().sum() for g in first]).sum().backward()
+        results.append([*first, leaf.grad, *grads_of(module)])
+    assert_all_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_wrapper(
+    wrap: Callable[..., Any], places: list[str], reentrant: bool
+) -> None:
+    bare, model, x = pair(wrap, places, "reduce gather")
+    compare((bare, model), x, lambda m, leaf: checkpoint(m, leaf, use_reentrant=reentrant))
+
+
+# --- graphs that share a node, and graphs that do not ------------------------------------------
+
+
+THREADS: set[int] = set()
+
+
+class Sometimes(nn.Module):
+    """Has as many nodes with a collective as without, or more, or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mode: str) -> Tensor:
+        h = self.first(x)
+        h.register_hook(lambda _: THREADS.add(threading.get_ident()))
+        own = h.sum(0)
+        rank, last = GROUP.rank(), GROUP.size() - 1
+        met = own if mode == "apart" else total(own.detach() if mode == "without gradient" else own)
+        if mode == "apart":
+            # As many nodes in all threads as if all of them had met; of another group than ours.
+            met = own.clone() if rank == last else own
+        elif mode == "without gradient":
+            met = met + own
+        elif mode == "twice":
+            met = f.all_reduce(met, "max", GROUP)
+        elif (mode == "first only" and rank != 0) or (mode == "last only" and rank != last):
+            met = h.sum(0)
+        output: Tensor = self.second((h * met).tanh())
+        return output
+
+
+#: And in how many threads backward runs: graphs that share a node go into one.
+MODES = {"apart": 2, "met": 1, "first only": 1, "last only": 1, "without gradient": 2, "twice": 1}
+
+
+def call_in(mode: str, model: Any, x: Tensor) -> Any:
+    return model(x, mode)
+
+
+def test_a_collective_is_noticed_in_every_forward(slots: list[str]) -> None:
+    """Whatever was computed in the forwards before: the sizes of their graphs are remembered."""
+    one = DataParallel(Sometimes().double().to(slots[0]), slots[:2])
+    other = DistributedDataParallel(copy.deepcopy(one.module), slots[:2])
+    torch.manual_seed(2)
+    order = [list(MODES)[i] for i in torch.randint(0, len(MODES), (40,)).tolist()]
+    for number, mode in enumerate([*order, "apart", "apart", "met", "apart", "met"]):
+        samples = 2 if number % 3 else 6
+        x = torch.randn(samples, 4, dtype=torch.double, device=slots[0])
+        compare((one, other), x, partials.partial(call_in, mode))
+
+
+def test_only_graphs_that_share_a_node_go_into_one_backward() -> None:
+    model = DistributedDataParallel(Sometimes().double(), ["cpu"] * 2)
+    x = torch.randn(4, 4, dtype=torch.double)
+    for _ in range(2):
+        for mode, threads in MODES.items():
+            THREADS.clear()
+            model(x, mode).square().sum().backward()
+            assert len(THREADS) == threads, mode
