@@ -112,11 +112,6 @@ def trained(
     return told(model, lambda: (model(x).square().sum() * scale).backward())
 
 
-def run(cluster: Cluster, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """The function in each process; one process is this one."""
-    return cluster.run(function, world, *args) if world > 1 else [function(0, 1, *args)]
-
-
 def place(rank: int, world: int, replica: int = 0, slot: str = "cpu") -> str:
     """How a replica is named."""
     of_rank = f"rank {rank} of {world}, " if world > 1 else ""
@@ -228,7 +223,7 @@ def _accumulate(rank: int, world: int, replicas: int, view: bool, action: str) -
 def test_it_is_decided_at_the_end_of_a_step(
     cluster: Cluster, world: int, replicas: int, view: bool, action: str
 ) -> None:
-    run(cluster, world, _accumulate, replicas, view, action)
+    cluster.run(_accumulate, world, replicas, view, action)
 
 
 @pytest.mark.parametrize(("to_none", "name"), [(True, "a.weight"), (False, "b.bias")])
@@ -277,7 +272,7 @@ def _overflow(rank: int, world: int, replicas: int, options: dict[str, Any]) -> 
 def test_a_sum_that_overflows_is_found(
     cluster: Cluster, world: int, name: str, value: bool
 ) -> None:
-    run(cluster, world, _overflow, 3 - world, {"average": "none", name: value})
+    cluster.run(_overflow, world, 3 - world, {"average": "none", name: value})
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

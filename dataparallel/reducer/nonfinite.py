@@ -54,6 +54,11 @@ class NonFinitePolicy:
     #: How many backwards were skipped so far.
     num_skipped: int = 0
 
+    def count_skipped(self) -> int:
+        """Count one more."""
+        self.num_skipped += 1
+        return self.num_skipped
+
 
 class Guard:
     """Looks for gradients that are not finite in the rounds of one reducer."""
@@ -138,11 +143,10 @@ class Guard:
                 f"{text}. No gradient of this step was kept, in no process, and .grad is None; all "
                 "can go on with the next step"
             )
-        self._policy.num_skipped += 1
         _log.warning(
             "%s. The step is skipped: .grad is None in all processes (skipped so far: %d)",
             text,
-            self._policy.num_skipped,
+            self._policy.count_skipped(),
         )
 
     def _named(self, looks: Sequence[_Look], indices: Collection[int]) -> dict[str, str]:
