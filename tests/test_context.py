@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dataparallel import DataParallel, DistributedDataParallel, torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
+from dataparallel.threads.workers import WorkerPools
 from tests.models import assert_all_close, compare, grads_of, twins
 
 CPU = torch.device("cpu")
@@ -146,6 +147,19 @@ def test_a_setting_left_on_by_a_replica_is_gone_at_the_next_call() -> None:
     seen = apply_replicas([lambda: (torch.is_grad_enabled(), autocast_seen())] * 2, [CPU] * 2)
     assert seen == [(True, autocast_seen())] * 2
     assert torch.is_grad_enabled() and variable.get() == "default"
+
+
+def test_a_thread_is_as_before_once_a_replica_has_ended() -> None:
+    def here() -> tuple[Any, ...]:
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), depth
+
+    pools = WorkerPools()
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert apply_replicas([here] * 2, [CPU] * 2, pools) == [(False, True, 2)] * 2
+    assert pools.run([here] * 2, str) == [(True, False, 1)] * 2
+    pools.close()
 
 
 def test_casts_of_autocast_live_as_long_as_the_block_of_the_caller() -> None:

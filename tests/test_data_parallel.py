@@ -38,7 +38,10 @@ class Net(nn.Module):
 
 def test_what_it_shows_of_the_module(slots: list[str]) -> None:
     inner = Net().to(slots[0])
+    inner.register_buffer("table", torch.ones(1, device=slots[0]))
     model = DataParallel(inner, slots)
+    for names in ("named_parameters", "named_buffers"):
+        assert list(dict(getattr(model, names)())) == list(dict(getattr(inner, names)()))
     assert all(a is b for a, b in zip(model.parameters(), inner.parameters(), strict=True))
     assert model.config is inner.config
     with pytest.raises(AttributeError, match="no attribute 'missing'"):

@@ -138,6 +138,13 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
         torch.testing.assert_close(grad_of(allowed)(x), grad_of(module)(x))
 
 
+def test_a_replica_may_write_into_its_chunk(slots: list[str]) -> None:
+    """What the caller has saved for its own backward stays, where the bare module raises."""
+    x = torch.randn(8, 3, device=slots[0], requires_grad=True)
+    outputs = DataParallel(nn.ReLU(inplace=True), slots)(x.tanh()), x.tanh().relu()
+    assert_all_close(*[(y, *torch.autograd.grad(y.sum(), x)) for y in outputs])
+
+
 def test_inputs_that_cannot_be_split(slots: list[str]) -> None:
     model = DataParallel(Masked().to(slots[0]), slots, dim=1)
     for args, match in (((3, "text"), "no tensor"), ((torch.randn(4),), "dim 1 is out of range")):
