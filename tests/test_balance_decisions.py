@@ -176,9 +176,10 @@ def test_a_change_that_made_steps_longer_is_taken_back() -> None:
         times[1] *= 1.3
         found = decisions.observe(record(before, times), [None, None])
         if found is not None:
-            waits.append((step, found.reason))
-    reasons = [reason for _, reason in waits]
+            waits.append((step, found))
+    reasons = [change.reason for _, change in waits]
     assert reasons[:2] == ["speed", "worse"]
+    assert waits[1][1].after == waits[0][1].before
     distances = [b - a for (a, _), (b, _) in itertools.pairwise(waits)]
     assert len(reasons) < 12, "it tries again less and less often"
     assert max(distances) > 40

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, data_parallel, replicate
-from tests.models import assert_all_close, compare
+from tests.models import compare
 
 
 def assert_same_step(
@@ -206,29 +206,6 @@ def test_hooks_of_modules_run_once_per_replica(slots: list[str]) -> None:
     net[1].register_full_backward_hook(lambda *_: calls.append("backward"))
     DataParallel(net, slots)(torch.randn(8, 3, device=slots[0])).sum().backward()
     assert {name: calls.count(name) for name in calls} == {"before": 4, "after": 4, "backward": 4}
-
-
-def test_hooks_of_parameters_that_get_no_gradient(slots: list[str]) -> None:
-    # The backward of the second one is a backward of its own, in which only it has gradients.
-    net = Calls(
-        lambda net, x: checkpoint(net.second, net.first(x), use_reentrant=True),
-        **{name: nn.Linear(3, 3) for name in ("first", "second", "unused")},
-    ).to(slots[0], torch.float64)
-    seen: list[str] = []
-    for name in ("first", "second", "unused"):
-        weight = net.get_parameter(f"{name}.weight")
-        weight.register_hook(lambda grad: grad * 2)
-        weight.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    x = torch.randn(8, 3, dtype=torch.float64, device=slots[0])
-    net(x).square().sum().backward()
-    expected = [parameter.grad for parameter in net.parameters()]
-    assert seen == ["second", "first"]
-    seen.clear()
-    net.zero_grad()
-    DataParallel(net, slots)(x).square().sum().backward()
-    # Once for each replica where these have backwards of their own.
-    assert seen == ["second"] * len(slots) + ["first"]
-    assert_all_close((parameter.grad for parameter in net.parameters()), expected)
 
 
 # --- its parts -----------------------------------------------------------------------------------

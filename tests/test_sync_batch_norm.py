@@ -401,15 +401,18 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(size, 4, dtype=torch.double, generator=generator)
 
 
-def derivatives(module: nn.Module, x: Tensor, coefficients: Tensor) -> list[Tensor]:
-    """Output, first and second derivatives by the input and the parameters."""
+def derivatives(
+    module: nn.Module, x: Tensor, coefficients: Tensor, *, second: bool
+) -> list[Tensor]:
+    """Output, and derivatives by the input and the parameters."""
     leaf = x.clone().requires_grad_()
     output = module(leaf)
-    parameters = list(module.parameters())
+    leaves = [leaf, *module.parameters()]
     loss = (output.sin() * coefficients).sum()
-    first, *by_parameters = torch.autograd.grad(loss, [leaf, *parameters], create_graph=True)
-    second = torch.autograd.grad(first.pow(2).sum(), [leaf, *parameters])
-    return [output, first, *by_parameters, *second]
+    found = torch.autograd.grad(loss, leaves, create_graph=second)
+    if second:
+        found += torch.autograd.grad(found[0].pow(2).sum(), leaves)
+    return [output, *found]
 
 
 def compare_with_whole(
@@ -418,9 +421,17 @@ def compare_with_whole(
     x, coefficients = batch(sum(sizes))
     bare = net()
     module = converted(bare, group or dist.group.WORLD)
-    expected = derivatives(bare, x, coefficients)
-    model = DataParallel(module, ["cpu"] * num_replicas)
-    got = derivatives(model, x.split(sizes)[rank], coefficients.split(sizes)[rank])
+    if num_replicas:
+        model: Any = DataParallel(module, ["cpu"] * num_replicas)
+    else:
+        # Of torch, of what its compiler does itself for each node of ours.
+        warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
+        model = torch.compile(module, backend="aot_eager", fullgraph=True)
+    # What is compiled has no second ones.
+    second = num_replicas > 0
+    expected = derivatives(bare, x, coefficients, second=second)
+    mine = (x.split(sizes)[rank], coefficients.split(sizes)[rank])
+    got = derivatives(model, *mine, second=second)
     pairs = []
     for ours, whole in zip(got, expected, strict=True):
         if whole.size(0) == len(x):
@@ -437,6 +448,8 @@ def compare_with_whole(
     ("sizes", "group", "num_replicas"),
     [
         ([4, 4, 4], None, 1),
+        # Compiled.
+        ([4, 4], None, 0),
         ([7, 0, 4], None, 1),
         ([5, 1, 6], [0, 1, 2], 1),
         ([7, 0, 4], "hybrid", 1),
@@ -449,30 +462,6 @@ def test_processes_equal_the_whole_batch(
     cluster: Cluster, sizes: list[int], group: Any, num_replicas: int
 ) -> None:
     cluster.run(compare_with_whole, len(sizes), sizes, group, num_replicas)
-
-
-def compare_compiled(rank: int, world_size: int) -> None:
-    bare = net()
-    module = converted(bare, dist.group.WORLD)
-    # Of torch, of what its compiler does itself for each node of ours.
-    warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for size in (8, 12):
-        x, coefficients = batch(size)
-        expected = bare(x)
-        (expected * coefficients).sum().backward()
-        output = compiled(x.chunk(2)[rank])
-        torch.testing.assert_close(output, expected.chunk(2)[rank])
-        (output * coefficients.chunk(2)[rank]).sum().backward()
-    for ours, whole in zip(module.parameters(), bare.parameters(), strict=True):
-        assert ours.grad is not None
-        dist.all_reduce(ours.grad)
-        torch.testing.assert_close(ours.grad, whole.grad)
-    assert_all_close(module.buffers(), bare.buffers())
-
-
-def test_compiled_with_a_process_group(cluster: Cluster) -> None:
-    cluster.run(compare_compiled, 2)
 
 
 def train(rank: int, world_size: int, with_torch: bool) -> None:

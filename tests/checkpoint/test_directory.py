@@ -147,15 +147,6 @@ def test_random_damage_is_always_found(
     figures.record(what, len(accepted), "files", 0, repeats=2 * count)
 
 
-def test_a_file_that_is_gone(tmp_path: pathlib.Path) -> None:
-    for step in range(3):
-        save(tmp_path, step)
-    (folder(tmp_path, 2) / "manifest.json").unlink()
-    (folder(tmp_path, 1) / "rank-00000.safetensors").unlink()
-    assert check(tmp_path) == 0
-    assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, False, False]
-
-
 TAG = {"$": "tensor", "name": "absent"}
 
 
@@ -164,7 +155,7 @@ TAG = {"$": "tensor", "name": "absent"}
     [
         *({"files": [{"bytes": 1}]}, {"files": None}, {"trees": []}, {"trees": [{"user": TAG}]}),
         *({"trees": [{"user": {"$": "os.system", "value": "x"}}]}, {"number": 7}),
-        *({"format": 7}, b"[" * 100_000, b"{}", b"null", b'{"content":5}', b"\xff", b""),
+        *({"format": 7}, None, b"[" * 100_000, b"{}", b"null", b'{"content":5}', b"\xff", b""),
     ],
     ids=lambda change: repr(change)[:60],
 )
@@ -178,9 +169,16 @@ def test_a_manifest_of_something_else(change: Any, tmp_path: pathlib.Path) -> No
         text = json.dumps(content, separators=(",", ":")).encode()
         sha256 = hashlib.sha256(text).hexdigest().encode()
         change = b'{"sha256":"%s","content":%s}' % (sha256, text)
-    path.write_bytes(change)
+    if change is None:
+        (path.parent / "rank-00000.safetensors").unlink()
+    else:
+        path.write_bytes(change)
     assert check(tmp_path) == 0
     assert [number for number, _ in checkpoint.load(tmp_path).rejected] == [1]
+    # Without a manifest it was never finished.
+    path.unlink()
+    assert checkpoint.load(tmp_path).rejected == ()
+    assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, False]
 
 
 # --- kills and errors ----------------------------------------------------------------------------

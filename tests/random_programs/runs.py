@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -284,4 +283,4 @@ def _parts(output: Any) -> Any:
 
 
 def _copy(value: Tensor | None) -> Tensor | None:
-    return None if value is None else copy.copy(value.detach().cpu().clone())
+    return None if value is None else value.detach().cpu().clone()
