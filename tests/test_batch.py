@@ -252,6 +252,15 @@ def test_other_leaves_come_once_or_as_a_list() -> None:
     assert packed[0] is PACKED
 
 
+def test_sparse_outputs_concatenate() -> None:
+    sparse = [torch.eye(2).to_sparse().requires_grad_(), torch.ones(1, 2).to_sparse()]
+    gathered = gather(sparse, -1)
+    assert gathered.layout == torch.sparse_coo
+    assert gathered.to_dense().tolist() == [[1, 0], [0, 1], [1, 1]]
+    (gathered.to_dense() * torch.tensor([[1.0], [2], [3]])).sum().backward()
+    assert sparse[0].grad is not None and sparse[0].grad.to_dense().tolist() == [[1, 0], [0, 2]]
+
+
 HALVES = [torch.tensor(0.5)] * 2
 
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import pickle
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,10 @@ def test_what_replica_0_does_to_itself_is_done_to_the_original(
     wrapper: Any, slots: list[str]
 ) -> None:
     original = Notes().to(slots[0])
+    # What a hook writes to the original stays.
+    outside = types.SimpleNamespace(net=original)
+    original.note = "before"  # type: ignore[assignment]
+    original.register_forward_hook(lambda *_: setattr(outside.net, "note", "during"))
     model = wrapper(original, slots)
     x = torch.randn(8, 3, device=slots[0])
     for calls in (1, 2, 3):
@@ -166,7 +171,7 @@ def test_what_replica_0_does_to_itself_is_done_to_the_original(
         output = model(x)
         torch.testing.assert_close(output, active(x) + calls + (calls == 1))
         assert (original.calls, original.count.item()) == (calls, calls)
-        assert original.active is active
+        assert original.active is active and original.note == "during"
         torch.testing.assert_close(original.aux, output[:2].sum() - 6 * (calls == 1))
     assert [name for name, _ in original.named_buffers()] == ["count"]
     assert len(original.layers[1]._forward_hooks) == 1

@@ -342,7 +342,7 @@ def test_both_ways_are_tried_and_the_faster_one_is_kept(
 def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed, ran = list[bool](), list[int]()
+    timed, ran, second = list[bool](), list[int](), threading.Event()
     monkeypatch.setattr(apply.Pace, "is_in_turn", lambda self: True)
     monkeypatch.setattr(apply.Pace, "took", lambda self, _, in_turn: timed.append(in_turn))
 
@@ -351,6 +351,10 @@ def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
             replica = current_replica()
             assert replica is not None
             ran.append(replica.index)
+            if replica.index:
+                second.set()
+            else:
+                assert not second.wait(0.05), "the other one has not waited"
             return x.reshape(6) if replica.index else x.reshape(size)
 
     model = dp.DataParallel(Fails(), ["cpu"] * 2)
@@ -358,5 +362,6 @@ def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
     with pytest.raises(RuntimeError, match=r"(?s)invalid for input.*in replica 0 on device cpu"):
         model(torch.ones(4, 3))
     size = 6
+    second.clear()
     model(torch.ones(4, 3))
     assert (ran, timed) == ([0, 1] * 2, [True])
