@@ -71,6 +71,10 @@ class _Reply:
     when: float = field(default_factory=time.time)
 
 
+def _died(text: str) -> _Reply:
+    return _Reply(error=RankDied(text), trace=text)
+
+
 # --- in the tests' process -------------------------------------------------------------------
 
 
@@ -220,8 +224,8 @@ class Cluster:
                 for rank in waiting.values():
                     where = workers[rank].where()
                     text = f"still running; ended by the test (timeout {timeout:g} s)\n{where}"
+                    replies[rank] = _died(text)
                     workers[rank].stop()
-                    replies[rank] = _Reply(error=RankDied(text), trace=text)
                 break
         return [replies[rank] for rank in range(len(workers))]
 
@@ -230,8 +234,7 @@ class Cluster:
             reply: _Reply = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, OSError):
             worker.process.join(5)
-            text = f"the worker ended with exit code {worker.process.exitcode}"
-            return _Reply(error=RankDied(text), trace=text)
+            return _died(f"the worker ended with exit code {worker.process.exitcode}")
         return reply
 
 

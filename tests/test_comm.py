@@ -104,8 +104,7 @@ def test_broadcast(places: list[str], origin: str) -> None:
 def test_devices_are_ints_strings_and_devices() -> None:
     copies = comm.broadcast(torch.ones(2), [3, "virtual:1", torch.device("cpu")])
     assert [str(copy.device) for copy in copies] == ["virtual:3", "virtual:1", "cpu"]
-    every = [copy.device for copy in comm.broadcast(torch.ones(2))]
-    assert every == list(devices.accelerators())
+    assert [copy.device for copy in comm.broadcast(torch.ones(2))] == [*devices.accelerators()]
 
 
 def test_coalesced_results_have_their_own_version_counters() -> None:

@@ -30,11 +30,50 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from dataparallel import DistributedDataParallel
 from dataparallel.comm_hooks import allreduce_hook
 from tests.cluster import Cluster
-from tests.comm_hook_cases import SMALL, completed, keep_group, net, train
+from tests.process_groups import completed, keep_group
 
 Hook: TypeAlias = Callable[[Any, Any], Any]
 Register: TypeAlias = Callable[[Any], object]
 F32, F64, C64 = torch.float32, torch.float64, torch.complex64
+
+
+#: Makes three buckets of :func:`net`.
+SMALL = 0.0001
+
+
+class Net(nn.Module):
+    """Linear layers and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.images, self.last = nn.Linear(12, 18), nn.Conv2d(2, 4, 2), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)).view(-1, 2, 3, 3)
+        output: Tensor = self.last(torch.tanh(self.images(x)).flatten(1))
+        return output
+
+
+def net(layout: Any = torch.channels_last) -> Any:
+    torch.manual_seed(1)
+    module: Any = Net()
+    return module.to(memory_format=layout)
+
+
+def train(
+    model: nn.Module, rank: int, steps: int = 6, *, step_here: bool = True, first: int = 0
+) -> list[Tensor]:
+    """The parameters and the last gradients after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(8, 12, generator=generator), torch.randn(8, 3, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        if step_here:
+            optimizer.step()
+    own = list(model.parameters())
+    return [p.detach().clone() for p in own] + [p.grad.clone() for p in own if p.grad is not None]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -157,35 +157,37 @@ def links_over_groups(rank: int, world_size: int) -> list[Any]:
     if rank == 2:
         new_group([2], use_local_synchronization=True)
     found, links = [], []
-    for timeout in (None, 7.0, None):
-        for number, group in enumerate(groups):
-            if isinstance(group, dist.ProcessGroup):
-                link = ProcessLink(group, purpose="test", timeout=timeout)
-                tensor = torch.tensor([float(rank)])
-                link.all_reduce(tensor, what="ranks").wait()
-                links.append(link)
-                told = link.rank, link.world_size, link.name, link.timeout
-                found.append((number, *told, tensor.item()))
-            else:
-                text = f"rank {rank} is not a member of the process group"
-                with pytest.raises(ValueError, match=text):
-                    ProcessLink(group, purpose="test")
+    for timeout, group in itertools.product((None, 7.0, None), groups):
+        if isinstance(group, dist.ProcessGroup):
+            links.append(ProcessLink(group, purpose="test", timeout=timeout))
+            tensor = torch.tensor([float(rank)])
+            links[-1].all_reduce(tensor, what="ranks").wait()
+            link = links[-1]
+            found.append((link.rank, link.world_size, link.name, link.timeout, tensor.item()))
+        else:
+            text = f"rank {rank} is not a member of the process group"
+            with pytest.raises(ValueError, match=text):
+                ProcessLink(group, purpose="test")
     for link in links:
         link.close()
     return found
 
 
 def test_links_over_overlapping_groups(cluster: Cluster) -> None:
+    groups = [([0, 1, 2], 45.0), ([0, 1], 1800.0), ([1, 2], 2.0)]
     for rank, found in enumerate(cluster.run(links_over_groups, 3, timeout=45)):
-        expected = []
-        for time_number, timeout in enumerate([None, 7.0, None], start=1):
-            for number, (members, limit) in enumerate(
-                [([0, 1, 2], 45.0), ([0, 1], 1800.0), ([1, 2], 2.0)]
-            ):
-                if rank in members:
-                    own = members.index(rank), len(members), f"test/1.1.{time_number}"
-                    expected.append((number, *own, timeout or limit, float(sum(members))))
-        assert found == expected
+        assert found == [
+            (
+                members.index(rank),
+                len(members),
+                f"test/1.1.{number}",
+                timeout or limit,
+                sum(members),
+            )
+            for number, timeout in enumerate([None, 7.0, None], start=1)
+            for members, limit in groups
+            if rank in members
+        ]
 
 
 def use_closed(rank: int, world_size: int) -> None:

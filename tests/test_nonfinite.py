@@ -22,8 +22,8 @@ from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.nonfinite import NonFiniteGradients
 from dataparallel.virtual import counters
 from tests.cluster import Cluster
-from tests.comm_hook_cases import completed, keep_group
 from tests.faults.harness import Figures
+from tests.process_groups import completed, keep_group
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = torch.finfo(torch.float).max

@@ -142,7 +142,6 @@ def two(second: float) -> TwoTensor:
     return TwoTensor(torch.ones(2), torch.full((2,), second))
 
 
-_NAN = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
 _EYE = torch.eye(2)
 _SPARSE = r"'t': sparse_\w+ float32 .* 0; .*float32 of sh"
 
@@ -151,15 +150,12 @@ _SPARSE = r"'t': sparse_\w+ float32 .* 0; .*float32 of sh"
     ("ours", "theirs", "says"),
     [
         (torch.ones(2, 3), torch.ones(2, 3), None),
-        (torch.full((2,), torch.nan), torch.full((2,), torch.nan), None),
         (torch.ones(2, 3, 4, 4), torch.ones(2, 4, 4, 3).permute(0, 3, 1, 2), None),
         (two(3.0), two(3.0), None),
         (two(3.0), two(4.0), r"differ:\n  't.b': .*"),
         (torch.tensor([0.0]), torch.tensor([-0.0]), "fingerprint"),
-        (_NAN[:1], _NAN[1:], "fingerprint"),
         (torch.ones(()), torch.ones(()).double(), r"float32 of .* 0; float64 of shape \(\), f"),
         (torch.ones(6), torch.ones(2, 3), r"shape \(6,\), fin\w+ \w+ in .*; .* \(2, 3\), finger"),
-        (torch.tensor([True, False]), torch.tensor([True, True]), "bool of shape"),
         (_EYE.to_sparse(), _EYE.to_sparse(), None),
         (_EYE.to_sparse(), _EYE, _SPARSE),
         (_EYE.to_sparse(), _EYE.to_sparse() * 2, _SPARSE),
