@@ -27,6 +27,7 @@ from dataparallel import DataParallel, current_replica
 from dataparallel.collectives import SyncBatchNorm
 from dataparallel.threads import compile as compiling
 from dataparallel.threads import workers
+from dataparallel.torch_internals import untraced
 from tests.models import assert_all_close, compare, grads_of
 
 Started = list[tuple[str, str]]
@@ -383,11 +384,9 @@ def test_one_after_another_at_first_and_then_at_the_same_time(wrap: Any, in_turn
         model(torch.randn(6, 4))
         assert not module.overlapped()
     module.barrier = threading.Barrier(3)
-    for _ in range(12):
+    for _ in range(2):
         model(torch.randn(6, 4))
         assert module.overlapped()
-        # Which replica leaves first is not ruled, and matters.
-        assert torch._dynamo.config.automatic_dynamic_shapes is True
     # Another mode is compiled anew.
     module.barrier = None
     with torch.no_grad():
@@ -493,6 +492,30 @@ def test_a_call_that_begins_while_something_is_compiled_waits() -> None:
     module(torch.randn(2, 4))
     begun[0].join(10.0)
     assert not begun[0].is_alive()
+
+
+def test_torchs_settings_are_as_before() -> None:
+    barrier = threading.Barrier(2)
+    meets: list[bool] = []
+
+    @untraced
+    def meet() -> None:
+        if meets:
+            barrier.wait(10.0)
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            meet()
+            return x + 1
+
+    model = DataParallel(compile_whole(Adds(), dynamic=False), ["cpu"] * 2)
+    # Which of two replicas leaves first is not ruled, and matters.
+    for number in range(12):
+        model(torch.randn(4, 4))
+        assert torch._dynamo.config.automatic_dynamic_shapes is True
+        # From the third call on they run at the same time.
+        if number:
+            meets.append(True)
 
 
 # --- failures ------------------------------------------------------------------------------------
