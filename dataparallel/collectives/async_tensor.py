@@ -23,9 +23,11 @@ for that class and then call ``trigger_wait()``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +37,7 @@ from dataparallel import torch_internals
 from dataparallel.torch_internals import AsyncCollectiveTensor as _TorchAsync
 
 _aten = torch.ops.aten
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Work(Protocol):
@@ -57,14 +60,26 @@ class _Done:
 
 def waiting(tensor: Tensor, work: Work) -> AsyncCollectiveTensor:
     """A view of all of a plain tensor that waits, before its first use, for what writes it."""
-    # A view that was made while gradients were off may not be changed once they are on again.
-    with torch.inference_mode(tensor.is_inference()), torch.enable_grad():
+    with _as_itself(tensor):
         torch_internals.push_bare_mode(_Wrapping(work))
         try:
             wrapped: AsyncCollectiveTensor = _aten.alias.default(tensor)
         finally:
             torch_internals.pop_bare_mode(None)
     return wrapped
+
+
+def _as_itself(tensor: Tensor) -> AbstractContextManager[object]:
+    """Modes in which a view of ``tensor`` can do whatever ``tensor`` can.
+
+    A view that was made while gradients were off may not be changed once they are on again.
+    """
+    if torch.is_grad_enabled() and tensor.is_inference() == torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    modes = contextlib.ExitStack()
+    modes.enter_context(torch.inference_mode(tensor.is_inference()))
+    modes.enter_context(torch.enable_grad())
+    return modes
 
 
 class _Wrapping:
@@ -132,7 +147,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     def wait(self) -> Tensor:
         """Wait, and return the plain tensor, which has the same memory and history."""
         self._work.wait()
-        with torch.inference_mode(self.is_inference()), torch.enable_grad():
+        with _as_itself(self):
             plain: Tensor = _aten.alias.default(self)
         return plain
 

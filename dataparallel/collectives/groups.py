@@ -147,7 +147,9 @@ class LocalGroup:
                 refuse_in_backward(collective.name)
             # Plain operations, which any transform can follow.
             collective = collective.checked(tensor, 1)
-            return LocalCall.of([collective]).result([tensor], 0)
+            own = collective.agree([collective]).piece(tensor, 0, 0, 1)
+            assert own is not None
+            return collective.combine([own], 0, tensor)
         refuse_in_replica(collective.name)
         # Where a fault is found by the replica that makes it, its error names this replica.
         collective = collective.checked(tensor, rendezvous.num_replicas)
@@ -158,7 +160,8 @@ class LocalGroup:
 
 def _results(brought: Sequence[Brought]) -> Sequence[Tensor]:
     """The results of all replicas; one of them calls this for all."""
-    call = LocalCall.of([each.collective for each in brought])
+    wanted = [each.collective for each in brought]
+    call = LocalCall(wanted[0].agree(wanted), range(len(wanted)), len(wanted))
     inputs = [each.tensor for each in brought]
     with _together(brought) as results:
         results += run_call(call, behind_own_nodes(inputs, inputs[0].device))
@@ -167,11 +170,6 @@ def _results(brought: Sequence[Brought]) -> Sequence[Tensor]:
 
 class LocalCall(Call):
     """A collective of the replicas of one call."""
-
-    @staticmethod
-    def of(wanted: Sequence[Collective]) -> LocalCall:
-        """The call of members that want this."""
-        return LocalCall(wanted[0].agree(wanted), range(len(wanted)), len(wanted))
 
     def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         call = LocalCall(collective, self.indices, self.size)

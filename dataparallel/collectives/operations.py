@@ -159,7 +159,8 @@ class Collective:
                 f"{size} equal chunks, but {shape[self.dim]} is no multiple of {size}; pad it, or "
                 "use all_to_all_single, which takes split sizes"
             )
-        return dataclasses.replace(self, dim=self.dim % len(shape))
+        dim = self.dim % len(shape)
+        return self if dim == self.dim else dataclasses.replace(self, dim=dim)
 
     def agree(self, others: Sequence[Collective]) -> Collective:
         """What all members ask for together; ``others`` are in their order, this one among them."""

@@ -41,7 +41,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -133,7 +133,8 @@ class ProcessCall(Call):
         return self.indices[0]
 
     def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [replace(self, collective=collective).start(tensors[0], at_once=True)]
+        call = ProcessCall(collective, self.indices, self.size, self.group_name)
+        return [call.start(tensors[0], at_once=True)]
 
     def compute(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """By operators. See Note [What compilers remove]."""
@@ -230,8 +231,10 @@ class ProcessWork:
         self._event: torch.Event | None = None
         self._work: dist.Work | None = None
         if exchange.primitive != "nothing":
-            with self._explained():
+            try:
                 self._work = exchange.start(sent, arrived, group)
+            except RuntimeError as error:
+                raise self._explained(str(error)) from error
 
     @property
     def completed(self) -> bool:
@@ -257,12 +260,9 @@ class ProcessWork:
         try:
             # The launch was before the result had a history: what is still written is no change.
             with use_stream(self._stream), torch_internals.below_versions():
-                while self._work is not None:
-                    with self._explained():
-                        if wait_briefly(self._work, sent.device, SLICE):
-                            break
+                while not self._has_ended(sent.device):
                     if self._generation in failures.ends or failures.while_waiting() is not None:
-                        error = failures.explain(self._where, self._started, self._generation)
+                        error = self._explained(None)
                         self._checks.give_up(error)
                         raise error
                 # Not twice: an interrupted one has changed what it starts from.
@@ -277,14 +277,15 @@ class ProcessWork:
         except Exception as error:
             self._error = error
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say what is known of why the backend fails."""
+    def _has_ended(self, device: torch.device) -> bool:
         try:
-            yield
+            return self._work is None or wait_briefly(self._work, device, SLICE)
         except RuntimeError as error:
-            failures, reason = self._checks.failures, str(error)
-            raise failures.explain(self._where, self._started, self._generation, reason) from error
+            raise self._explained(str(error)) from error
+
+    def _explained(self, reason: str | None) -> Exception:
+        failures = self._checks.failures
+        return failures.explain(self._where, self._started, self._generation, reason)
 
 
 def _gets_nothing(collective: AllToAll) -> bool:
