@@ -210,7 +210,7 @@ class AsyncCollectiveTensor(_TorchAsync):
     def __reduce_ex__(self, proto: Any) -> Any:
         if type(self.elem) is not Tensor:
             # A fake tensor, as a compiler's cache pickles it: by its type, through its own table.
-            return copy.copy, (self.elem,)
+            return copy.copy, (self._leaf(),)
         return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
