@@ -139,7 +139,7 @@ def _states(rank: int, world_size: int, place: Any, options: dict[str, Any]) -> 
     ("world_size", "options", "places"),
     [(1, {}, PLACES[3:]), (2, {}, PLACES), (3, {}, PLACES[:2])]
     + [(2, options, PLACES[1:4:2]) for options in OPTIONS[1:]],
-    ids=str,
+    ids=lambda each: f"{len(each)} places" if isinstance(each, list) else str(each),
 )
 def test_parameters_and_buffers_are_those_of_torch(
     cluster: Cluster, world_size: int, options: dict[str, Any], places: list[Any]
