@@ -32,20 +32,6 @@ class World:
 
     They are not the processes of other tests: torch's remote references work only with the first
     ``init_rpc`` of a process. After a failure others take their place.
-
-    Example::
-
-        def sine() -> None:
-            w = torch.ones(2, requires_grad=True)
-            with context() as context_id:
-                backward(context_id, [rpc_sync("worker1", torch.sin, (w,)).sum()])
-                assert get_gradients(context_id)[w].equal(w.cos())
-
-        def test_sine(world: World) -> None:
-            world.run(sine)
-
-    Args:
-        size: How many workers.
     """
 
     def __init__(self, size: int = 4) -> None:
@@ -66,14 +52,7 @@ class World:
         clean: bool = True,
         timeout: float = 100.0,
     ) -> Any:
-        """Call a function on ``worker0``, and see that no worker has a context left.
-
-        Args:
-            function: A function of a module, found there by its name. What it returns is pickled.
-            args: Its arguments, which are pickled.
-            clean: Whether all workers have to be clean; not where one is lost.
-            timeout: Seconds that it may take.
-        """
+        """Call a function on ``worker0``; unless one is lost, no worker may have a context left."""
         cluster = self._cluster or self._start()
         try:
             (result,) = cluster.run(

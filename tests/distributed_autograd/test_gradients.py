@@ -1,6 +1,6 @@
-"""Gradients over workers are those of one process: shapes, types, objects, functions and hooks.
+"""Gradients over workers are those of one process: shapes, types, memory and objects.
 
-Beside this, random programs go through chains of calls, state on workers, views, changes in place,
+Beside this, random programs go through chains of calls, state on workers, hooks, changes in place,
 sparse gradients, undefined ones and checkpoints.
 """
 
@@ -158,69 +158,6 @@ def containers(call: Call) -> list[Tensor]:
     return [sums, answer["reduced"].doubled.exp().sum()]
 
 
-def first_of(x: Tensor, y: Tensor) -> Tensor:
-    assert x is y
-    return x * 2 + y * leaf("w")
-
-
-def one_tensor_twice(call: Call) -> list[Tensor]:
-    x = leaf("x") * 1.0
-    return [call(first_of, x, x).sum()]
-
-
-# --- functions and hooks -------------------------------------------------------------------------
-
-
-class InnerGradient(torch.autograd.Function):
-    """Differentiates a graph of its own in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            (slope,) = torch.autograd.grad(x.sin().sum(), x)
-            y = ctx.saved_tensors[0].detach().requires_grad_()
-            y.sin().sum().backward()
-            assert y.grad is not None
-        return gradients[0] * (slope + y.grad) / 2
-
-
-def inner_gradient(x: Tensor, name: str) -> Tensor:
-    out: Tensor = InnerGradient.apply(x * leaf(name))
-    return out
-
-
-def nested_engine(call: Call) -> list[Tensor]:
-    return [call(inner_gradient, inner_gradient(leaf("x"), "here"), "there").sum()]
-
-
-def doubled(x: Tensor) -> Tensor:
-    """Tensor hooks on what arrives, on what is computed, and on a leaf of this worker."""
-    weight = leaf("hooked there")
-    if not weight._backward_hooks:
-        weight.register_hook(lambda gradient: gradient * 2)
-    # Not on the tensor that is returned or was given: the caller may have hooks there.
-    x = x * 1.0
-    x.register_hook(lambda gradient: gradient + 1)
-    y = x * weight
-    y.register_hook(lambda gradient: gradient * gradient)
-    return y * 1.0
-
-
-def hooks_that_change_gradients(call: Call) -> list[Tensor]:
-    x = leaf("x")
-    x.register_hook(lambda gradient: gradient * 3)
-    x.register_hook(lambda gradient: gradient - 1)
-    y = call(doubled, x * 2)
-    y.register_hook(lambda gradient: gradient * 5)
-    return [call(doubled, y * 1.0).sum()]
-
-
 CASES: list[Case] = [
     shapes_and_layouts,
     of_several_types,
@@ -229,9 +166,6 @@ CASES: list[Case] = [
     after_it_was_sent,
     two_of_one_memory,
     containers,
-    one_tensor_twice,
-    nested_engine,
-    hooks_that_change_gradients,
 ]
 
 

@@ -13,24 +13,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import distributed_autograd
-from tests.distributed_autograd.rpc_workers import World, expect_clean_everywhere
+from tests.distributed_autograd.rpc_workers import (
+    everywhere,
+    expect_clean_everywhere,
+    forget,
+    leaf,
+    own_gradients,
+)
 
 PROGRAMS = 200
-#: What a worker has: the shape of each leaf, and whether it requires grad.
-LEAVES = {
-    "bias": ((3,), True),
-    "gain": ((3,), True),
-    "constant": ((3,), False),
-    "matrix": ((3, 3), True),
-    "table": ((6, 3), True),
-}
+#: The leaves of each worker, with their shapes.
+LEAVES = {"bias": (3,), "gain": (3,), "matrix": (3, 3), "table": (6, 3)}
+#: What calls have stored in this process, and how often which function's backward ran here.
+_slots: dict[int, Tensor] = {}
+_runs = Counter[int]()
+_counting = threading.Lock()
 
 
 # --- what is computed ----------------------------------------------------------------------------
@@ -84,15 +88,15 @@ class _Counted(torch.autograd.Function):
     """Does little, and counts its backward runs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int, runs: Counter[int]) -> Tensor:
-        ctx.number, ctx.runs = number, runs
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
         return x * 1.25
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         with _counting:
-            ctx.runs[ctx.number] += 1
-        return gradient * 1.25, None, None
+            _runs[ctx.number] += 1
+        return gradient * 1.25, None
 
 
 #: All make a vector; by the kinds of their operands.
@@ -115,6 +119,10 @@ COMPUTATIONS: list[tuple[Callable[..., Tensor], tuple[str, ...]]] = [
 ]
 
 
+#: The leaf that stands for a kind of which there is no value yet.
+OWN = {"vector": "bias", "matrix": "matrix", "table": "table"}
+
+
 def _kind(value: Tensor) -> str:
     if not value.is_floating_point():
         return "ids"
@@ -124,71 +132,39 @@ def _kind(value: Tensor) -> str:
 # --- a program -----------------------------------------------------------------------------------
 
 
-@dataclass
-class Worker:
-    """What one worker keeps between calls.
-
-    Args:
-        leaves: Its parameters and constants.
-        slots: What calls have stored.
-        runs: How often the backward of each `_Counted` ran here.
-    """
-
-    leaves: dict[str, Tensor]
-    slots: dict[int, Tensor] = field(default_factory=dict)
-    runs: Counter[int] = field(default_factory=Counter)
-
-
-#: The workers in this process by number: one, or all of them.
-_workers: dict[int, Worker] = {}
-_counting = threading.Lock()
-
-
-def begin(number: int) -> None:
-    """Make a worker anew, for another program."""
-    generator = torch.Generator().manual_seed(number)
-    leaves = {}
-    for name, (shape, grad) in LEAVES.items():
-        values = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
-        leaves[name] = values.requires_grad_(grad)
-    leaves["gain"].register_hook(_halved)
-    _workers[number] = Worker(leaves)
-
-
 #: Values, and the slots that may be loaded by now, with their workers.
 Message = tuple[list[Tensor], dict[int, int]]
 
 
 @dataclass
 class Body:
-    """A function that runs on a worker, and what it has by now.
+    """A function that runs on a worker, and what it has by now."""
 
-    Args:
-        seed: What it does.
-        context_id: None in one process, with ordinary autograd.
-        worker: Where it runs.
-        size: How many workers there are.
-        values: Its arguments, at first.
-        slots: What it may load, with the workers: only what was stored before in any order of the
-            calls that run at the same time.
-        calls: How many calls it may make, those that its calls make included.
-    """
-
+    #: What it does.
     seed: int
+    #: None in one process, with ordinary autograd.
     context_id: int | None
+    #: Where it runs, and how many workers there are.
     worker: int
     size: int
+    #: Its arguments, at first.
     values: list[Tensor]
+    #: What it may load, with the workers: only what was stored before in any order of the calls
+    #: that run at the same time.
     slots: dict[int, int]
+    #: How many calls it may make, those that its calls make included.
     calls: int
     running: list[Callable[[], Message]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
 
-    @property
-    def here(self) -> Worker:
-        return _workers[self.worker]
+    def leaf(self, name: str) -> Tensor:
+        """A leaf of this worker; in one process they have names of their own."""
+        value = leaf(f"{self.worker} {name}", *LEAVES[name])
+        if name == "gain" and not value._backward_hooks:
+            value.register_hook(_halved)
+        return value
 
     def serve(self) -> Message:
         """Run, on the worker that this code runs on."""
@@ -212,7 +188,7 @@ class Body:
         self._leaf()
         self._call()
         self.steps(16)
-        self.values.append(self.here.leaves["bias"])
+        self.values.append(self.leaf("bias"))
         for _ in range(self.draw.randint(0, 1)):
             self._backward()
         self._backward(retain_graph=self.draw.random() < 0.5)
@@ -230,15 +206,14 @@ class Body:
         return possible
 
     def _leaf(self) -> None:
-        self.values.append(self.draw.choice(list(self.here.leaves.values())))
+        self.values.append(self.leaf(self.draw.choice(list(LEAVES))))
 
     def _operand(self, kind: str) -> Tensor:
         """A value of this kind; one made for that where there is none."""
         found = [value for value in self.values if _kind(value) == kind]
         if not found and kind == "ids":
             return torch.arange(3) + self.draw.randint(0, 3)
-        leaves = self.here.leaves.values()
-        return self.draw.choice(found or [leaf for leaf in leaves if _kind(leaf) == kind])
+        return self.draw.choice(found) if found else self.leaf(OWN[kind])
 
     def _compute(self) -> None:
         function, kinds = self.draw.choice(COMPUTATIONS)
@@ -246,16 +221,16 @@ class Body:
 
     def _counted(self) -> None:
         operand, number = self._operand("vector"), self.draw.getrandbits(60)
-        self.values.append(_Counted.apply(operand, number, self.here.runs))
+        self.values.append(_Counted.apply(operand, number))
 
     def _store(self) -> None:
         slot = self.draw.getrandbits(60)
-        self.here.slots[slot] = self._operand("vector")
+        _slots[slot] = self._operand("vector")
         self.slots[slot] = self.worker
 
     def _load(self) -> None:
         slot = self.draw.choice([slot for slot in self.slots if self.slots[slot] == self.worker])
-        self.values.append(self.here.slots[slot])
+        self.values.append(_slots[slot])
 
     def _call(self) -> None:
         seed, to = self.draw.getrandbits(30), self.draw.randrange(self.size)
@@ -270,9 +245,9 @@ class Body:
             message = (found if way == "remote" and to == self.worker else _copies(found), slots)
             answer = lambda: message  # noqa: E731
         elif way == "remote":
-            answer = distributed_autograd.remote(_name(to), Body.serve, (body,)).to_here
+            answer = distributed_autograd.remote(to, Body.serve, (body,)).to_here
         else:
-            answer = distributed_autograd.rpc_async(_name(to), Body.serve, (body,)).wait
+            answer = distributed_autograd.rpc_async(to, Body.serve, (body,)).wait
         self.running.append(answer)
         if way == "sync":
             self._wait(-1)
@@ -303,65 +278,38 @@ def _copies(values: list[Tensor]) -> list[Tensor]:
 # --- both ways -----------------------------------------------------------------------------------
 
 
-#: Gradients by worker and name, and how often which function ran.
-Outcome = tuple[dict[tuple[int, str], Tensor], Counter[int]]
+def reset() -> None:
+    forget()
+    _slots.clear()
+    _runs.clear()
 
 
-def _name(number: int) -> str:
-    return f"worker{number}"
-
-
-def alone(seed: int, size: int) -> Outcome:
-    """The program in this process, with ordinary autograd."""
-    gradients, runs = {}, Counter[int]()
-    for number in range(size):
-        begin(number)
-    Body(seed, None, 0, size, [], {}, calls=20).begin_and_end()
-    for number in range(size):
-        worker = _workers.pop(number)
-        runs.update(worker.runs)
-        for name, leaf in worker.leaves.items():
-            if leaf.grad is not None:
-                gradients[number, name] = leaf.grad
-    return gradients, runs
-
-
-def over_workers(seed: int, size: int) -> Outcome:
-    """The program on ``worker0``, which is here, and the others."""
-    gradients, runs = {}, Counter[int]()
-    for number in range(size):
-        torch_rpc.rpc_sync(_name(number), begin, (number,))
-    with distributed_autograd.context() as context_id:
-        Body(seed, context_id, 0, size, [], {}, calls=20).begin_and_end()
-        for number in range(size):
-            part = torch_rpc.rpc_sync(_name(number), collect, (context_id, number))
-            gradients.update(part[0])
-            runs.update(part[1])
-    return gradients, runs
-
-
-def collect(context_id: int, number: int) -> Outcome:
-    """What the context and the counters have on the worker that this code runs on."""
+def outcome(context_id: int | None) -> tuple[dict[str, Tensor], Counter[int]]:
+    """Of this process: the gradients of its leaves, and how often which function ran."""
     try:
-        found = distributed_autograd.get_gradients(context_id)
+        gradients = own_gradients(context_id)
     except ValueError as error:
         # No call came here.
         assert "has no distributed autograd context" in str(error), error
-        found = {}
-    worker = _workers[number]
-    names = {leaf: (number, name) for name, leaf in worker.leaves.items()}
-    assert all(leaf.grad is None for leaf in names), "there are gradients in .grad"
+        gradients = {}
     with _counting:
-        return {names[leaf]: found[leaf] for leaf in found}, Counter(worker.runs)
+        return gradients, Counter(_runs)
 
 
 def compare(seed: int) -> None:
-    """Run the program of a seed in both ways."""
-    size = seed % 4 + 1
+    """Run the program of a seed in this process alone, and over workers."""
+    found, runs_there, size = {}, Counter[int](), seed % 4 + 1
     # Torch 2.11 warns where it makes a sparse gradient without checks.
     with torch.sparse.check_sparse_tensor_invariants():
-        expected, runs = alone(seed, size)
-        found, runs_there = over_workers(seed, size)
+        Body(seed, None, 0, size, [], {}, calls=20).begin_and_end()
+        expected, runs = outcome(None)
+        reset()
+        with distributed_autograd.context() as context_id:
+            Body(seed, context_id, 0, size, [], {}, calls=20).begin_and_end()
+            for gradients, counted in everywhere(outcome, context_id):
+                found.update(gradients)
+                runs_there.update(counted)
+            assert everywhere(own_gradients, None) == [{}] * 4, "there are gradients in .grad"
     assert found.keys() == expected.keys(), seed
     for key, gradient in expected.items():
         assert found[key].layout == gradient.layout, (seed, key)
@@ -369,12 +317,10 @@ def compare(seed: int) -> None:
         assert torch.allclose(*values, rtol=1e-9, atol=1e-9), (seed, key, values)
     assert runs_there == runs, seed
     expect_clean_everywhere()
+    everywhere(reset)
 
 
-def compare_many() -> None:
+@pytest.mark.on_worker0
+def test_random_programs() -> None:
     for seed in range(PROGRAMS):
         compare(seed)
-
-
-def test_random_programs(world: World) -> None:
-    world.run(compare_many)

@@ -107,8 +107,7 @@ def close(found: Any, expected: Any) -> None:
 
 def gradients_of(function: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
     """By ordinary autograd."""
-    copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    return list(torch.autograd.grad(function(*copies).sum(), copies))
+    return list(torch.autograd.grad(function(*leaves).sum(), leaves))
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -149,7 +148,8 @@ def test_methods_of_a_value() -> None:
                 getattr(layer.remote(), name)(x).to_here(),
             ]
             backward(context_id, [sum(results).sum()])
-            expected = gradients_of(lambda x, w: 3 * (x * w).sin(), x, torch.full((3,), 2.0))
+            w = torch.full((3,), 2.0, requires_grad=True)
+            expected = gradients_of(lambda x, w: 3 * (x * w).sin(), x, w)
             close(get_gradients(context_id)[x], expected[0])
             close(layer.rpc_sync().own_gradient(context_id), expected[1])
     assert layer.rpc_sync().forward(x, shift=1.0).shape == (3,)
@@ -167,10 +167,6 @@ def test_who_owns_a_value() -> None:
     assert isinstance(there, RRef) and there.owner_name() == OTHER and not there.is_owner()
     with pytest.raises(RuntimeError, match=r"worker 'worker0' does not own .* 'worker1' does"):
         there.local_value()
-    with context() as context_id:
-        again = rpc_sync(THIRD, dict, ({"in": [there]},))["in"][0]
-        backward(context_id, [again.to_here().sum()])
-        close(rpc_sync(OTHER, gradient_on_owner, (there, context_id)), torch.ones(3))
 
 
 # --- values that are not there yet ---------------------------------------------------------------
@@ -225,15 +221,12 @@ def test_errors_of_functions_and_methods() -> None:
     nothing = r"(?s)'worker1'.*in fail.*NoValue: nothing here"
     failed = remote(OTHER, fail, ("nothing here",))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (RuntimeError, refused, lambda: layer.rpc_sync().refuse()),
         (RuntimeError, refused, lambda: layer.remote().refuse().to_here()),
         (ValueError, "this method refuses", lambda: layer.rpc_sync().refuse(ValueError)),
-        (TypeError, no_future, lambda: layer.rpc_sync().not_later()),
         (TypeError, no_future, lambda: remote(OTHER, Layer.not_later, (layer,)).to_here()),
         (RuntimeError, "AttributeError: .*no_such", lambda: layer.rpc_sync().no_such()),
-        (RuntimeError, nothing, lambda: failed.to_here()),
-        (RuntimeError, "NoValue: nothing here", lambda: rpc_sync(THIRD, RRef.to_here, (failed,))),
-        (RuntimeError, "NoValue: nothing here", lambda: failed.rpc_sync().sin()),
+        (RuntimeError, nothing, lambda: rpc_sync(THIRD, RRef.to_here, (failed,))),
+        (RuntimeError, nothing, lambda: failed.rpc_sync().sin()),
         (RuntimeError, "later", lambda: remote(OTHER, fail_later).to_here()),
         (NoValue, "own", lambda: remote("worker0", fail, ("own",)).to_here()),
     ]
@@ -251,12 +244,6 @@ def test_references_that_cannot_be_made() -> None:
         remote(OTHER, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"timeout is -1 s"):
         RRef(1).to_here(timeout=-1)
-    # Python 3.13 words it in another way.
-    not_sent = r"pickle|local object"
-    with pytest.raises(Exception, match=not_sent):
-        remote(OTHER, lambda: 1)
-    with pytest.raises(Exception, match=not_sent):
-        RRef(torch.ones(1)).rpc_sync().apply_(lambda x: x)
 
 
 # --- how long values live ------------------------------------------------------------------------
