@@ -75,13 +75,12 @@ def with_kills(folder: pathlib.Path, number: int) -> Settings:
 
 
 def as_undisturbed(cluster: Cluster, settings: Settings) -> Summary:
-    """What happened; the weights and the last loss are those of a run without faults."""
+    """What happened; the weights are those of a run without faults."""
     quiet = pathlib.Path(settings.folder, "undisturbed")
     quiet.mkdir()
     cluster.run(training.train, 2, replace(settings, folder=str(quiet), plan=[]), timeout=120)
     found, expected = summary(settings.folder), summary(quiet)
-    assert len(found.digests) == 2
-    assert (found.digests, found.loss) == (expected.digests, expected.loss)
+    assert len(found.digests) == 2 and found.digests == expected.digests
     assert found.faults == [str(fault) for fault in settings.plan]
     return found
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import dataparallel as dp
 from dataparallel import checkpoint
@@ -79,12 +79,11 @@ class Settings:
     """What a training does.
 
     Attributes:
-        folder: Where everything is that stays: settings, journal, the generations on the disk.
+        folder: Where everything is that stays: the journal, the generations on the disk.
         steps: How many steps the training has.
         plan: Which faults happen.
         memory: Where every step is saved: a folder in memory. Default: nowhere.
         pace: Seconds that a step takes at least; the processor waits, as for an accelerator.
-        paced: How many steps keep the pace; the others take as long as they need. Default: all.
         disk_every: Steps between two generations on the disk.
         timeout: Seconds that a process waits for the others.
         needed: With fewer processes the second half is not begun; torchrun ends the wait.
@@ -95,28 +94,9 @@ class Settings:
     plan: list[Fault] = field(default_factory=list)
     memory: str = ""
     pace: float = 0.0
-    paced: int | None = None
     disk_every: int = 3
     timeout: float = 20.0
     needed: int = 1
-
-    def write(self) -> None:
-        """Keep the settings in their folder."""
-        pathlib.Path(self.folder, "settings.json").write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: str) -> Settings:
-        """What :meth:`write` kept."""
-        fields = json.loads(pathlib.Path(folder, "settings.json").read_text())
-        return Settings(**{**fields, "plan": [Fault(**each) for each in fields["plan"]]})
-
-
-def note(folder: str, event: str, rank: int, **fields: Any) -> None:
-    """Write a line into the journal, which outlives the process."""
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    line = {"event": event, "rank": rank, "restart": restart, "time": time.time(), **fields}
-    with open(pathlib.Path(folder, "journal"), "ab", buffering=0) as file:
-        file.write(json.dumps(line).encode() + b"\n")
 
 
 def journal(folder: str | pathlib.Path) -> list[dict[str, Any]]:
@@ -124,28 +104,6 @@ def journal(folder: str | pathlib.Path) -> list[dict[str, Any]]:
     path = pathlib.Path(folder, "journal")
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-class Net(nn.Module):
-    """A classifier whose dropout and statistics have to go on where they were, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 8)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layers(x)
-        return output
-
-
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Points around eight centers."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    y = torch.randint(8, (32,), generator=generator)
-    centers = torch.linspace(-1, 1, 8 * 32).view(8, 32).sin()
-    return centers[y] + 0.5 * torch.randn(32, 32, generator=generator), y
 
 
 class Training:
@@ -156,12 +114,14 @@ class Training:
         self._rank = dist.get_rank()
         self._disk = os.path.join(settings.folder, "saved")
         torch.manual_seed(0)
-        self._model = dp.DistributedDataParallel(Net(), ["cpu", "cpu"], timeout=settings.timeout)
+        # Its dropout and its statistics have to go on where they were, too.
+        layers = nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2)
+        net = nn.Sequential(*layers, nn.Linear(128, 8))
+        self._model = dp.DistributedDataParallel(net, ["cpu", "cpu"], timeout=settings.timeout)
         torch.manual_seed(1 + self._rank)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
-        self._scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-            self._optimizer, settings.steps
-        )
+        self._optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, settings.steps)
+        self._state = self._model, self._optimizer, schedule
 
     def run(self) -> None:
         """Train up to the last step, whatever happens."""
@@ -174,41 +134,40 @@ class Training:
             begin = time.monotonic()
             try:
                 with dp.telling_failures():
-                    loss = self._step(step)
+                    self._step(step)
                     self._save(step + 1)
             except SURVIVED as error:
-                self._note("error", step=step, kind=type(error).__name__, text=str(error)[:2000])
+                self._note("error", step=step, text=f"{type(error).__name__}: {error}"[:2000])
                 if step == failed:
                     # What does not help in place is left to torchrun, as is an error in a load.
                     raise
                 failed = step
                 step = self._load("recovered")
                 continue
-            if settings.paced is None or step < settings.paced:
-                time.sleep(max(0.0, settings.pace - (time.monotonic() - begin)))
+            time.sleep(max(0.0, settings.pace - (time.monotonic() - begin)))
             if self._rank == 0:
-                self._note("step", step=step, loss=loss, seconds=time.monotonic() - begin)
+                self._note("step", step=step)
             step += 1
         state = b"".join(each.numpy().tobytes() for each in self._model.state_dict().values())
         self._note("end", step=step, digest=hashlib.sha256(state).hexdigest())
         checkpoint.close()
 
-    def _step(self, step: int) -> float:
+    def _step(self, step: int) -> None:
+        """A fault happens before the forward, in the backward, or after the step."""
         place = step % 3
         if place == 0:
             self._inject(step)
-        x, y = batch(step, self._rank)
+        generator = torch.Generator().manual_seed(1000 * step + self._rank)
+        x = torch.randn(32, 32, generator=generator)
         output = self._model(x)
         if place == 1:
             output.register_hook(lambda grad: self._inject(step))
         self._optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(output, y)
-        loss.backward()
+        nn.functional.mse_loss(output, x[:, :8].sin()).backward()
         self._optimizer.step()
-        self._scheduler.step()
+        self._state[2].step()
         if place == 2:
             self._inject(step)
-        return float(loss.detach())
 
     def _inject(self, step: int) -> None:
         """Let happen what is planned and has not happened yet, in a process of before."""
@@ -220,17 +179,14 @@ class Training:
                     file.write(f"{fault}\n".encode())
                 fault.happen()
 
-    def _state(self) -> tuple[Any, ...]:
-        return self._model, self._optimizer, self._scheduler
-
     def _save(self, step: int) -> None:
         settings = self._settings
         options: dict[str, Any] = {"step": step, "keep": 2, "timeout": settings.timeout}
         if settings.memory:
-            checkpoint.save(settings.memory, *self._state(), **options)
+            checkpoint.save(settings.memory, *self._state, **options)
         if step % settings.disk_every == 0:
             beside = bool(settings.memory)
-            checkpoint.save(self._disk, *self._state(), **options, asynchronous=beside)
+            checkpoint.save(self._disk, *self._state, **options, asynchronous=beside)
 
     def _load(self, event: str) -> int:
         settings = self._settings
@@ -239,14 +195,18 @@ class Training:
         for place in filter(None, [settings.memory, self._disk]):
             # In memory is the newest, if anything is.
             options: dict[str, Any] = {"missing_ok": True, "timeout": settings.timeout}
-            found = checkpoint.load(place, *self._state(), **options)
+            found = checkpoint.load(place, *self._state, **options)
             if found.number is not None:
                 break
         self._note(event, step=found.step)
         return found.step
 
     def _note(self, event: str, **fields: Any) -> None:
-        note(self._settings.folder, event, self._rank, **fields)
+        """Write a line into the journal, which outlives the process."""
+        restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        line = {"event": event, "rank": self._rank, "restart": restart, "time": time.time()}
+        with open(pathlib.Path(self._settings.folder, "journal"), "ab", buffering=0) as file:
+            file.write(json.dumps(line | fields).encode() + b"\n")
 
 
 def train(rank: int, world_size: int, settings: Settings) -> None:
@@ -263,15 +223,10 @@ def started(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
     # The processes are not to be told what this one has found out.
     environment.pop("GLOO_SOCKET_IFNAME", None)
+    quiet: Any = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment | variables,
-            cwd=cwd,
-            start_new_session=True,
+            command, stdout=file, stderr=file, env=environment | variables, cwd=cwd, **quiet
         )
     try:
         yield process
@@ -286,16 +241,15 @@ def started(
 
 def torchrun(settings: Settings, *options: str) -> list[str]:
     """The command that starts a training."""
-    settings.write()
-    module = ["-m", "tests.faults.training", settings.folder]
+    module = ["-m", "tests.faults.training", json.dumps(asdict(settings))]
     return [sys.executable, "-m", "torch.distributed.run", *options, *module]
 
 
 def main() -> None:
-    """Train; the argument is the folder with the settings."""
+    """Train; the argument is what the settings are."""
     torch.set_num_threads(1)
-    settings = Settings.read(sys.argv[1])
-    note(settings.folder, "process", int(os.environ["RANK"]), pid=os.getpid())
+    fields = json.loads(sys.argv[1])
+    settings = Settings(**{**fields, "plan": [Fault(**each) for each in fields["plan"]]})
     dp.init_process_group("gloo", timeout=settings.timeout)
     Training(settings).run()
     dist.destroy_process_group()
