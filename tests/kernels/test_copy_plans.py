@@ -32,6 +32,7 @@ CASES: list[tuple[Sizes, Sizes, Sizes, tuple[Way, Dims, Sizes] | None]] = [
         (45, 9, 3, 1),
         (Way.STRIDED, [(8, 45), (9, 1), (5, 9)], (1,)),
     ),
+    ((130, 70), (70, 1), (1, 130), (Way.TILED, [(130, 1), (70, 130)], (6, 0, 64, 64))),
     # One side is short: the tile is longer.
     ((9, 1000), (1000, 1), (1, 9), (Way.TILED, [(9, 1), (1000, 9)], (3, 0, 9, 462))),
     (
