@@ -6,6 +6,7 @@ module, a batch, a loader.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import pathlib
@@ -108,6 +109,16 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
         )
         for found in re.finditer(fence, text + "\n", re.MULTILINE | re.DOTALL)
     ]
+
+
+def definitions(guide: str) -> str:
+    """The imports and classes of a guide, without its scripts, as a text to run."""
+    kept = []
+    for _, code, _ in blocks_of(ROOT / "docs" / "guides" / f"{guide}.md"):
+        for each in [] if code.startswith(LAUNCHED) else ast.parse(code).body:
+            if isinstance(each, ast.Import | ast.ImportFrom | ast.ClassDef):
+                kept.append(ast.get_source_segment(code, each) or "")
+    return "\n".join(kept) + "\n"
 
 
 def run(code: str, names: dict[str, Any], where: str, first_line: int = 1) -> None:

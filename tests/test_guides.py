@@ -15,20 +15,19 @@ import pytest
 import torch
 
 from tests.faults import partition
-from tests.guides import GUIDES, blocks
+from tests.test_docstrings import ROOT, blocks_of
+
+PAGE = ROOT / "docs" / "guides" / "nodes.md"
+(BLOCK,) = blocks_of(PAGE)
+SCRIPT = BLOCK.code
 
 #: Until the training of a machine has come to its first step.
 _START = 60.0
 
 
-def script() -> str:
-    (code,) = blocks("nodes")
-    return code
-
-
 def commands() -> list[str]:
     """What the guide types on the first machine, and what it exports for it."""
-    text = (GUIDES / "nodes.md").read_text().replace("\\\n", " ")
+    text = PAGE.read_text().replace("\\\n", " ")
     found = [line.strip() for line in re.findall(r"^    .*torchrun .*$", text, re.MULTILINE)]
     assert [("--rdzv-backend" in line) for line in found] == [False, True]
     return found
@@ -71,14 +70,14 @@ def train(rank: int, world_size: int, command: str, folder: pathlib.Path) -> str
 
 def test_two_machines(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partition.require()
-    (tmp_path / "train.py").write_text(script())
+    (tmp_path / "train.py").write_text(SCRIPT)
     told = partition.run(train, commands()[1], tmp_path, timeout=150)
     for rank, text in enumerate(told):
         assert re.fullmatch(rf"rank {rank} of 2: 2 replicas, loss \d\.\d{{4}}\n", text), text
 
     (tmp_path / "alone").mkdir()
     monkeypatch.chdir(tmp_path / "alone")
-    exec(script(), {"__name__": "__main__"})
+    exec(SCRIPT, {"__name__": "__main__"})
     alone = torch.load("net.pt")
     for name, weight in torch.load(tmp_path / "0" / "net.pt").items():
         torch.testing.assert_close(weight, alone[name])
@@ -101,9 +100,9 @@ def lose_a_machine(rank: int, world_size: int, command: str, folder: pathlib.Pat
 
 def test_a_machine_that_fails(tmp_path: pathlib.Path) -> None:
     partition.require()
-    endless = script().replace("range(2)", "range(10**9)")
+    endless = SCRIPT.replace("range(2)", "range(10**9)")
     text = endless.replace("sampler.set_epoch(epoch)", "open('stepped', 'w').close()")
-    assert text != endless != script()
+    assert text != endless != SCRIPT
     (tmp_path / "train.py").write_text(text)
     printed, _ = partition.run(lose_a_machine, commands()[0], tmp_path, timeout=150)
     # What rank 0 was about to do differs from time to time.

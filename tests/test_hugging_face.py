@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from tests.guides import definitions
 from tests.launched import launched
 from tests.models import assert_all_close, grads_of
-from tests.test_docstrings import ROOT
+from tests.test_docstrings import ROOT, definitions
 
 Make = Callable[[], nn.Module]
 Weight = Callable[..., Tensor | None]
@@ -156,12 +155,11 @@ Trained = tuple[nn.Module, list[float], float]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], Trained]:
     """What Trainer makes of each bare model."""
 
-    @functools.cache
     def of(make: Make) -> Trained:
         bare, _ = pair(make)
         return bare, *train(bare, tmp_path_factory.mktemp("bare"))
 
-    return of
+    return functools.cache(of)
 
 
 def assert_as_bare(net: nn.Module, found: tuple[list[float], float], expected: Trained) -> None:
@@ -171,22 +169,8 @@ def assert_as_bare(net: nn.Module, found: tuple[list[float], float], expected: T
     assert_all_close(net.parameters(), bare.parameters())
 
 
-@MODELS
-@WRAPPERS
-def test_trainer(
-    trained: Any, tmp_path: pathlib.Path, wrapper: Any, make: Make, weight: Weight
-) -> None:
-    _, net = pair(make)
-    model = wrapper(net, ["cpu", "cpu"], scalars=weight)
-    assert inspect.signature(model.forward) == inspect.signature(net.forward)
-    assert_as_bare(net, train(model, tmp_path), trained(make))
-
-
-# --- the class of the guide ----------------------------------------------------------------------
-
-
 def parallel_trainer(**names: Any) -> Any:
-    """The class, with a function of the test for ``scalars=`` where one is given."""
+    """The class of the guide, with a function of the test for ``scalars=`` where one is given."""
     text = definitions("hugging_face")
     if names:
         assert 'scalars="sum"' in text
@@ -195,18 +179,23 @@ def parallel_trainer(**names: Any) -> Any:
     return names["ParallelTrainer"]
 
 
-@pytest.mark.parametrize("n_gpu", [0, 2])
 @MODELS
-def test_the_trainer_of_the_guide(
-    trained: Any, tmp_path: pathlib.Path, make: Make, weight: Weight, n_gpu: int
+@pytest.mark.parametrize("how", [dp.DataParallel, dp.DistributedDataParallel, 0, 2])
+def test_trainer(
+    trained: Any, tmp_path: pathlib.Path, how: Any, make: Make, weight: Weight
 ) -> None:
+    """Given a wrapper, or a bare model to the class of the guide, which is told of some GPUs."""
+    _, net = pair(make)
+    if isinstance(how, type):
+        model = how(net, ["cpu", "cpu"], scalars=weight)
+        assert inspect.signature(model.forward) == inspect.signature(net.forward)
+        assert_as_bare(net, train(model, tmp_path), trained(make))
+        return
     from safetensors.torch import load_file
 
-    _, net = pair(make)
-    names = {"weight": weight} if make is t5 else {}
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
-    found = train(net, tmp_path, n_gpu, parallel_trainer(**names), **saving)
-    assert_as_bare(net, found, trained(make))
+    trainer = parallel_trainer(**({"weight": weight} if make is t5 else {}))
+    assert_as_bare(net, train(net, tmp_path, how, trainer, **saving), trained(make))
     saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert set(saved) <= set(net.state_dict()) and "module" not in " ".join(saved)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.guides import definitions
 from tests.launched import launched
 from tests.models import assert_all_close
+from tests.test_docstrings import definitions
 
 
 @pytest.fixture(scope="module")
