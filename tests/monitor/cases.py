@@ -242,18 +242,7 @@ def make_device(i: int, values: dict[str, float | None] | None = None, **more: A
 
 
 def make_sample(tick: int = 0, **changes: Any) -> Sample:
-    """The machine at a second: one device is hot, one lost, one divided, one broken."""
-    instances = [
-        DeviceReading(
-            f"nvml:3:{i}",
-            "MIG 3g.40gb",
-            "nvml",
-            f"MIG-{i}",
-            {"memory_used": 12 * GIB, "memory_total": 40 * GIB},
-            parent="cuda:3",
-        )
-        for i in range(2)
-    ]
+    """The machine at a second: one device is hot, one lost, one broken."""
     hot: dict[str, float | None] = {"temperature": 91.0, "sm_clock": 1.2e9, "power": 700.0}
     command = "python train.py --epochs 90"
     whole = Sample(
@@ -266,8 +255,6 @@ def make_sample(tick: int = 0, **changes: Any) -> Sample:
             DeviceReading("cuda:2", "NVIDIA H100", "nvml", "GPU-2", error="GPU is lost; reset it"),
             make_device(3, {"utilization": None}),
             make_device(4, {"ecc_uncorrected": 2.0}),
-            # They come last: whoever shows them has to find where they belong.
-            *instances,
         ),
         processes=(
             *(

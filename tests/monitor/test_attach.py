@@ -152,9 +152,9 @@ def test_a_state_that_fails_is_told() -> None:
 def test_a_watcher_that_does_not_read_delays_others_for_little(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, publisher: Publisher
 ) -> None:
-    monkeypatch.setattr(attach, "_PATIENCE", 0.05)
+    monkeypatch.setattr(attach, "_PATIENCE", 0.2)
     # It does not fit into the socket.
-    monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (8 << 20) + b"{}\n")
+    monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (1 << 20) + b"{}\n")
     with (
         connected(run_folder),
         pytest.raises(ValueError, match="no state of a run"),
@@ -162,37 +162,7 @@ def test_a_watcher_that_does_not_read_delays_others_for_little(
         Attachment(ME, timeout=10).state()
 
 
-def test_the_thread_rests_nine_times_as_long_as_it_works(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rests: list[float] = []
-
-    class Time:
-        now = 7.0
-        perf_counter = staticmethod(lambda: Time.now)
-        sleep = staticmethod(rests.append)
-
-    def state() -> RunState:
-        Time.now += 0.01
-        return a_state()
-
-    monkeypatch.setattr(attach, "time", Time)
-    publisher = Publisher(state)
-    with connected(run_folder) as watcher:
-        watcher.makefile().read()
-    publisher.close()
-    assert rests == [pytest.approx(0.09)]
-
-
 # --- processes that answer something else ----------------------------------------------------
-
-
-def test_a_process_without_a_run_is_refused(publisher: Publisher) -> None:
-    with pytest.raises(ValueError, match=f"these have: {ME}. A run can be watched"):
-        Attachment(PID)
-    publisher.close()
-    with pytest.raises(ValueError, match=f"process {PID} has no run .* but no process of this us"):
-        Attachment(PID)
 
 
 @pytest.mark.parametrize("asked_before", [0, 3])
@@ -217,16 +187,13 @@ def test_a_process_that_does_not_answer(
     ("answer", "message"),
     [
         # The run has ended while it answered.
-        (b"", None),
         (b'{"version": 2', None),
         (b"hello\n", "what is no state of a run: b'hello"),
         (b"[]\n", "what is no state of a run"),
         (b"[" * 100_000 + b"\n", "what is no state of a run"),
-        (b'{"version": 2}\n', "what is no state of a run"),
         (b'{"version": 3, "news": {}}\n', r"version 3 of the protocol is .*this is version 2."),
         (b'{"version": 2, "error": "not now"}\n', f"process {PID}: not now"),
         (b'{"version": 2, "state": {"pid": 1}}\n', "what is no state of a run"),
-        (b'{"version": 2, "state": []}\n', "what is no state of a run"),
     ],
 )
 def test_an_answer_that_is_no_state(
@@ -267,33 +234,41 @@ def test_the_folder_is_made_for_this_user_alone(
     assert attach._folder() == Path(f"/tmp/dataparallel-{os.geteuid()}")
 
 
-@pytest.mark.parametrize("kind", ["open", "file", "link", "somebody else's", "missing", "long"])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("open", "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR"),
+        ("link", "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR"),
+        ("somebody else's", "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR"),
+        ("missing", "No such file or directory"),
+        ("long", "AF_UNIX path too long"),
+    ],
+)
 def test_training_goes_on_where_the_folder_cannot_be_used(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    why: str,
 ) -> None:
     folder = run_folder / ("x" * 100 if kind == "long" else "x")
-    if kind == "file":
-        folder.touch()
-    elif kind == "link":
-        (run_folder / "y").mkdir(mode=0o700)
-        folder.symlink_to(run_folder / "y")
+    folder.mkdir(mode=0o755 if kind == "open" else 0o700)
+    if kind == "link":
+        folder = folder.with_name("y")
+        folder.symlink_to(run_folder / "x")
     elif kind == "missing":
-        folder = folder / "below"
-    else:
-        folder.mkdir(mode=0o700)
-        folder.chmod(0o755 if kind == "open" else 0o700)
-    monkeypatch.setenv(attach.VARIABLE, str(folder))
-    if kind == "somebody else's":
+        folder = folder / "below" / "it"
+    elif kind == "somebody else's":
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    monkeypatch.setenv(attach.VARIABLE, str(folder))
     model = net()
     with StepMonitor(model) as monitor:
         model(torch.ones(4, 2)).sum().backward()
         assert runs() == []
     assert len(monitor.steps) == 1
     (line,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    expected = {"missing": "No such file or directory", "long": "AF_UNIX path too long"}
-    assert expected.get(kind, "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR") in line
+    assert why in line
 
 
 def test_only_what_dead_processes_have_left_is_removed(

@@ -23,7 +23,6 @@ from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recording import times_of
 from dataparallel.tools.monitor.report import RunReport, energy_used, make_report
 from dataparallel.tools.monitor.report_command import print_report
-from dataparallel.tools.monitor.run_period import find_periods
 from tests.monitor.cases import (
     BEGIN,
     BUSY,
@@ -52,8 +51,9 @@ def watched(run: FakeRun, number: int, begin: float = 0.0, steps: int = 2) -> li
     for i in range(number):
         if i:
             run.steps(steps, [BUSY, SLOW])
-        devices = [device(d, power=100.0) for d in range(2)]
-        found.append(sample(begin + 4 * i, devices, run.state(BEGIN + begin + 4 * i)))
+        time = begin + 4 * i
+        devices = [device(d, energy=100.0 * time) for d in range(2)]
+        found.append(sample(time, devices, run.state(BEGIN + time)))
     return found
 
 
@@ -92,7 +92,6 @@ def test_a_device_that_is_lost_and_one_that_comes_back() -> None:
     devices = make_report(samples).devices
     assert [(one.failed, one.is_lost) for one in devices] == [(1, False), (2, True), (0, True)]
     assert devices[0].utilization_mean == 0.5
-    assert devices[0].energy is None  # no two readings follow each other
     text = text_of(samples)
     assert "cuda:0 was lost a while: GPU is lost" in text
     assert "cuda:1 was lost, and is not back at the end: GPU is lost" in text
@@ -144,23 +143,12 @@ def test_what_is_told_of_a_run() -> None:
     assert run.summary.advice.kind == "slow replica"
     # Two devices of 100 W for 16 s.
     assert [run.energy, run.energy_per_sample] == pytest.approx([3200, 25])
-    # Half of the steps are seen; those that are not may be evaluations.
-    assert run.summary.kind == "all"
+    # Half of the steps are seen: of the others nobody knows how long they took, or their kind.
+    assert (run.summary.kind, run.summary.times) == ("all", None)
     text = text_of(samples)
     assert "8 steps of" in text and "training steps" not in text
     assert "energy per sample: 25 J (3.2 kJ while the run was watched)" in text
-
-
-@pytest.mark.parametrize(("steps", "number"), [(1, 6), (100, 600)])
-def test_percentiles_need_most_of_the_steps_one_by_one(steps: int, number: int) -> None:
-    # The last step before a sample is more likely a long one.
-    run = FakeRun()
-    run.steps(50, [BUSY, BUSY])
-    samples = watched(run, 7, steps=steps)
-    summary = only(samples).summary
-    assert [summary.num_steps, summary.step_seconds] == pytest.approx([number, 2.0])
-    assert (summary.times is None) == (steps == 100)
-    assert ("step time: median 2 s" in text_of(samples)) == (steps == 1)
+    assert "step time: median 2 s" in text_of(watched(before, 7, steps=1))
 
 
 EVEN: tuple[int, list[Seconds]] = (3, [BUSY, BUSY])
@@ -174,7 +162,6 @@ INPUT: list[Seconds] = [{"input": 3.0, "forward": 0.4}] * 2
     [
         # The first step of a run, whether it is an outlier or not.
         ([(1, [BUSY, {"forward": 4.0}]), *[EVEN] * 9], "t", True, (27, 1, 0, "nothing")),
-        ([(1, LATE), *[EVEN] * 9], "i", True, (27, 1, 0, "nothing")),
         # A long pause, but not a run that becomes slow.
         ([*[EVEN] * 10, (1, PAUSE)], "t", False, (31, 0, 1, "nothing")),
         ([EVEN, EVEN, (2, LATE)], "t", False, (8, 0, 0, "slow replica")),
@@ -214,20 +201,14 @@ def test_a_run_that_is_started_again_is_one_with_what_it_was() -> None:
     assert run.pids == (PID, PID + 1)
     # The first two steps of both warm up.
     assert (run.summary.num_steps, run.summary.num_left_out) == (4 + 2, 4)
-    assert run.summary.step_seconds == pytest.approx(2.0)
     # 12 s and 8 s; the pause between is nobody's.
     assert run.energy == pytest.approx(2 * 100.0 * 20)
     assert run.energy_per_sample == pytest.approx(4000 / 160)
     assert f"process {PID + 1}, started again 1 time" in text_of(samples)
-
-
-def test_counters_that_go_backwards_begin_anew() -> None:
-    # The same process watches with a second StepMonitor; the time of its beginning is too coarse.
-    run = only(watched(FakeRun(), 4) + watched(FakeRun(), 4, 16.0))
+    # The same process watches with a second StepMonitor: counters that go backwards begin anew.
+    run = only(first + watched(FakeRun(), 4, 16.0))
     assert (run.summary.num_steps, run.summary.num_left_out) == (8, 4)
-
-
-def test_two_runs_are_told_apart() -> None:
+    # Another model is another run.
     other = FakeRun(dataclasses.replace(make_info(device="cuda"), model="Other"), pid=7)
     report = make_report([*watched(FakeRun(), 2), *watched(other, 4, 20.0)])
     assert [run.info.model for run in report.runs] == ["Net", "Other"]
@@ -254,8 +235,9 @@ def test_devices_are_found_by_what_they_are_not_by_name() -> None:
     for i in range(3):
         run.steps(1, [BUSY], [10])
         # GPU-0 is read as cuda:0, and cuda:5 is another one.
-        other = dataclasses.replace(device(5, power=999.0), uuid="GPU-9")
-        samples.append(sample(float(i), [other, device(0, power=50.0)], run.state(BEGIN + i)))
+        other = dataclasses.replace(device(5, energy=999.0 * i), uuid="GPU-9")
+        readings = [other, device(0, energy=50.0 * i)]
+        samples.append(sample(float(i), readings, run.state(BEGIN + i)))
     assert only(samples).energy_per_sample == pytest.approx(100.0 / 20)
 
 
@@ -279,18 +261,11 @@ def test_the_command_prints_a_report_or_json(
     assert [one["device"] for one in report["devices"]] == [f"cuda:{i}" for i in range(4)]
     assert report["runs"][0]["summary"]["straggler"]["index"] == 3
     assert report["advice"]["kind"] == "slowed device"
-
-
-def test_an_empty_recording_and_what_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_recording(tmp_path / "run.jsonl", [])
+    # An empty one.
+    write_recording(path, [])
     assert main(["monitor", "report", str(path)]) == 0
     out = capsys.readouterr().out
     assert "0 samples" in out and "--attach auto" in out
-    path.write_text("hello\n")
-    assert main(["monitor", "report", str(path)]) == 2
-    assert "is not a recording" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 120])
@@ -348,16 +323,11 @@ def test_a_picture_has_a_row_for_all_that_is_known() -> None:
         "Share of the time in each phase",
     ]
     assert found[-2].startswith("Imbalance") and found[-1] == "Training step 48: 32 samples"
-    labels = [f"replica {i}\ncuda:{i}" for i in range(4)]
-    assert [one.get_ylabel() for one in axes[3:7]] == labels
+    assert [one.get_ylabel() for one in axes[3:7]] == [f"replica {i}\ncuda:{i}" for i in range(4)]
     assert axes[-2].get_xlabel() == "seconds since the recording began"
     legends = [axes[i].get_legend() for i in (0, -1)]
     texts = [[one.get_text() for one in legend.get_texts()] for legend in legends if legend]
     assert texts == [[f"cuda:{i}" for i in range(4)], list(PHASES)]
-    # The last step, with a row per replica.
-    assert [label.get_text() for label in axes[-1].get_yticklabels()] == [
-        f"replica {i} (cuda:{i})" for i in range(4)
-    ]
     assert axes[-1].get_xlim() == (0.0, 4.0)
     # Of the imbalance of every second: replica 3 takes twice as long.
     assert max(np.asarray(axes[-2].get_lines()[0].get_ydata())) == pytest.approx(8 / 5, abs=0.01)
@@ -383,16 +353,6 @@ def test_curves_have_gaps_for_pauses_and_at_most_so_many_means() -> None:
     assert all(value == pytest.approx(0.5, abs=0.05) for value in y[:-1])
 
 
-def test_shares_are_those_between_the_samples_and_a_run_that_is_away_leaves_a_gap() -> None:
-    samples = training()
-    samples[8:17] = [dataclasses.replace(one, run=None) for one in samples[8:17]]
-    plot.draw(samples, "")
-    found = plot.intervals(find_periods(samples), times_of(samples))
-    assert [(begin, end) for begin, end, one in found if one is None] == [(7.0, 17.0)]
-    shares = [one.replicas[0].shares.get("input", 0.0) for _, _, one in found if one is not None]
-    assert shares[:7] == [0.0] * 7 and shares[-1] == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(("number", "replicas"), [(1, 2), (4, 20)])
 def test_few_samples_and_many_replicas_can_be_drawn(number: int, replicas: int) -> None:
     axes = plot.draw(training(number, replicas), "").axes
@@ -404,30 +364,20 @@ def test_few_samples_and_many_replicas_can_be_drawn(number: int, replicas: int) 
     assert told == (replicas == 20)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
-)
-def test_the_command_writes_a_picture(
-    suffix: str, begin: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_writes_a_picture_where_one_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording = write_recording(tmp_path / "run.jsonl", [make_sample(i) for i in range(4)])
-    target = tmp_path / f"run{suffix}"
+    target = tmp_path / "run.png"
     target.write_bytes(b"old")
-    assert main(["monitor", "plot", str(recording), str(target), "--title", "two"]) == 0
-    assert target.read_bytes().startswith(begin)
+    words = ["monitor", "plot", str(recording)]
+    assert main([*words, str(target), "--title", "two"]) == 0
+    assert imread(target).std() > 0.05
     assert "4 samples" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.jsonl", target.name]
-    if suffix == ".png":
-        assert imread(target).std() > 0.05
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("run.gif", "a picture ends in one of .png, .svg, .pdf"), ("no/run.png", "cannot be written")],
-)
-def test_a_place_where_no_picture_can_be_is_refused(
-    name: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recording = write_recording(tmp_path / "run.jsonl", training(2))
-    assert main(["monitor", "plot", str(recording), str(tmp_path / name)]) == 2
-    assert expected in capsys.readouterr().err
+    for name, expected in (
+        ("run.gif", "a picture ends in one of .png, .svg, .pdf"),
+        ("no/run.png", "cannot be written"),
+    ):
+        assert main([*words, str(tmp_path / name)]) == 2
+        assert expected in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.jsonl", "run.png"]

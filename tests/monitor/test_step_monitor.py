@@ -1,14 +1,18 @@
-"""The monitor in a run: what it records and exports, what it leaves alone, and what it costs."""
+"""The monitor in a run: what the wrappers tell, what it records and exports, and what it costs."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import gzip
 import json
 import os
+import pickle
+import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +23,25 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizer_module
 
 import dataparallel
-from dataparallel import DataParallel, DistributedDataParallel
+from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
 from dataparallel.monitor import ReplicaStep, Segment, StepMonitor
+from dataparallel.monitor.assembler import StepAssembler
 from dataparallel.monitor.attach import runs
+from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.trace import write_timeline
-from dataparallel.threads.timeline import Phase
+from dataparallel.parallel import step as steps_of_wrappers
+from dataparallel.threads import timeline
+from dataparallel.threads.meeting import current_rendezvous
+from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 from tests.cluster import Cluster
 from tests.monitor.cases import BUSY, SLOW, make_info, make_step, make_steps
+from tests.optimizer_cases import apply_torchs
 
 WRAPPERS = [DataParallel, DistributedDataParallel]
+X = torch.ones(5, 6)
+BOTH = (0, 1)
+IDLE = ["idle", "idle"]
 
 
 def net(width: int = 8) -> nn.Module:
@@ -43,9 +56,437 @@ def make(wrapper: Any = DataParallel) -> tuple[Any, Optimizer]:
 
 def train(model: DataParallel[Any], optimizer: Optimizer, steps: int = 1) -> None:
     for _ in range(steps):
-        model(torch.ones(5, 6)).square().sum().backward()
+        model(X).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def now(model: DataParallel[Any]) -> list[str]:
+    return [phase for phase, _ in model.timeline.now]
+
+
+# --- what the wrappers tell --------------------------------------------------------------------
+
+
+def spans_of(model: DataParallel[Any], run: Callable[[Any], Any] | None = None) -> list[Span]:
+    """All spans of a step, or of what is run."""
+    found: list[Span] = []
+    model.timeline.subscribe(Listener(found.append))
+    if run is None:
+        model(X).sum().backward()
+    else:
+        run(model)
+    # One that equals it.
+    model.timeline.unsubscribe(Listener(found.append))
+    assert not model.timeline.listeners
+    return sorted(found, key=lambda span: (span.begin, span.replicas))
+
+
+def phases(spans: list[Span]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(span.phase, span.replicas) for span in spans]
+
+
+def test_a_step_of_data_parallel() -> None:
+    model, _ = make()
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        told = phases(spans_of(one))
+        # Inputs, and parameters.
+        assert told[:2] == [("scatter", BOTH), ("scatter", BOTH)]
+        assert sorted(told[2:4]) == [("forward", (0,)), ("forward", (1,))]
+        assert told[4:] == [("gather", BOTH), ("backward", BOTH)]
+        # A copy has a timeline of its own.
+        assert (one.timeline is model.timeline) == (one is model)
+
+
+def test_the_replicas_of_the_wrapper_with_a_reducer_have_backwards_of_their_own() -> None:
+    model, optimizer = make(DistributedDataParallel)
+    train(model, optimizer, 2)
+    spans = spans_of(model)
+    assert {("backward", (0,)), ("backward", (1,))} <= set(phases(spans))
+    # The replica that is last sums up, within its backward; then the result is handed out.
+    sums = [span for span in spans if span.phase == "reduce local"]
+    own = next(
+        span for span in spans if (span.phase, span.replicas) == ("backward", sums[0].replicas)
+    )
+    assert own.begin < sums[0].begin <= sums[0].end < own.end
+    assert sums[-1].replicas == BOTH and sums[-1].begin >= own.end
+
+
+def test_a_step_in_backward_is_an_optimizers_phase() -> None:
+    module = net()
+    apply_torchs(SGD, module.parameters(), {"lr": 0.1})
+    spans = spans_of(DistributedDataParallel(module, ["cpu", "cpu"]))
+    assert ("optimizer", (0,)) in phases(spans)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_loss_in_the_replicas_is_a_phase_within_their_forward(wrapper: Any) -> None:
+    y = torch.ones(5, 3)
+    spans = spans_of(make(wrapper)[0], lambda model: model.loss(nn.MSELoss(), X, y).backward())
+    for replica in BOTH:
+        own = {span.phase: span for span in spans if span.replicas == (replica,)}
+        forward, loss = own["forward"], own["loss"]
+        assert forward.begin < loss.begin <= loss.end <= forward.end
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nothing_is_made_while_nobody_listens(
+    wrapper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(wrapper)
+    # The first iterations are sampled for torch's logging data.
+    train(model, optimizer, 11)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a span was made")
+
+    monkeypatch.setattr(timeline, "Span", refuse)
+    monkeypatch.setattr(steps_of_wrappers, "mark_backward", refuse)
+    train(model, optimizer)
+    model.timeline.subscribe(Listener(lambda span: None))
+    with pytest.raises(AssertionError, match="a span was made"):
+        train(model, optimizer)
+
+
+def test_a_backward_that_fails_leaves_the_next_one_alone() -> None:
+    model, _ = make()
+    found: list[Span] = []
+    model.timeline.subscribe(Listener(found.append))
+    out = model(X)
+    handle = model.module[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError, match="division"):
+        out.sum().backward(retain_graph=True)
+    handle.remove()
+    assert "backward" not in [span.phase for span in found]
+    model(X)
+    assert now(model) == IDLE
+    out.sum().backward()
+    assert [span.phase for span in found].count("backward") == 1
+
+
+class Meeting(nn.Module):
+    """The replicas meet in their forward; the first comes when the second waits there."""
+
+    def __init__(self, now: Callable[[int], str]) -> None:
+        super().__init__()
+        self.now = now
+        self.comes = threading.Event()
+        self.seen: dict[int, str] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        replica, meeting = dataparallel.current_replica(), current_rendezvous()
+        assert replica is not None and meeting is not None
+        self.seen[replica.index] = self.now(replica.index)
+        if replica.index == 1:
+            self.comes.set()
+        else:
+            assert self.comes.wait(20)
+            while self.now(1) != "idle":
+                time.sleep(0.001)
+        total = meeting.exchange("sum", 1, lambda values: [sum(values)] * 2)
+        return x * int(total)
+
+
+def test_a_replica_is_in_its_forward_and_idle_while_it_waits_for_others_there() -> None:
+    module = Meeting(lambda index: now(model)[index])
+    model = DataParallel(module, ["cpu", "cpu"])
+    spans = spans_of(model, lambda model: model(X))
+    assert module.seen == {0: "forward", 1: "forward"}
+    (waited,) = (span for span in spans if span.phase == "idle")
+    assert waited.replicas == (1,) and now(model) == IDLE
+
+
+def test_a_wrapper_in_a_replica_of_another_one_tells_its_own_timeline() -> None:
+    found: list[Span] = []
+    inner = Timeline([torch.device("cpu")] * 2)
+    inner.subscribe(Listener(found.append))
+
+    def call() -> None:
+        with inner.span_here("loss"):
+            pass
+
+    parallel_apply([call] * 3, [()] * 3, devices=["cpu"] * 3)
+    call()
+    # To the third replica of the outer wrapper none of the inner one belongs.
+    assert sorted(span.replicas for span in found) == [(0,), BOTH, BOTH, (1,)]
+
+
+# --- from spans to steps, with spans whose times are given ------------------------------------
+
+MS = 1_000_000
+
+
+class Run:
+    """A run whose clock is set by hand, in milliseconds since it began."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, num_replicas: int = 2, **options: Any
+    ) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("time.perf_counter_ns", lambda: int(self.now * MS))
+        self.line = Timeline([torch.device("cpu")] * num_replicas)
+        self.assembler = StepAssembler(self.line, **options)
+        self.assembler.start()
+
+    def span(self, phase: Phase, begin: float, end: float, replica: int | None = None) -> None:
+        """A span that has been from ``begin`` to ``end``."""
+        self.now = begin
+        with self.line.span(phase, replica):
+            self.now = end
+
+    def forward(self, begin: float, end: float, *sizes: int, trains: bool = True) -> None:
+        """Scattering takes the first millisecond."""
+        self.span("scatter", begin, begin + 1)
+        with torch.set_grad_enabled(trains):
+            self.line.call(sizes)
+        self.span("forward", begin + 1, end)
+
+    def step(self, begin: float, *, optimizer: bool = True) -> None:
+        """A step of 40 ms whose first 5 ms are input."""
+        self.span("scatter", begin + 5, begin + 10)
+        self.line.call((3, 2))
+        self.span("forward", begin + 10, begin + 18, 0)
+        self.span("forward", begin + 10, begin + 14, 1)
+        self.span("gather", begin + 18, begin + 20)
+        self.span("backward", begin + 25, begin + 35)
+        if optimizer:
+            self.span("optimizer", begin + 35, begin + 40, 0)
+
+    def finish(self) -> list[StepRecord]:
+        self.assembler.finish()
+        return self.assembler.drain()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch)
+
+
+def milliseconds(record: StepRecord, replica: int = 0) -> dict[str, float]:
+    seconds = record.replicas[replica].seconds
+    return {phase: round(value * 1e3, 6) for phase, value in seconds.items()}
+
+
+def test_what_lies_between_the_spans_has_a_name(run: Run) -> None:
+    run.step(0)
+    run.step(40)
+    for record in run.finish():
+        assert (record.seconds, record.samples, record.kind) == (0.04, 5, "train")
+        first, second = record.replicas
+        assert (first.samples, second.samples, first.device) == (3, 2, "cpu")
+        common = {"input": 5, "scatter": 5, "gather": 2, "backward": 10}
+        assert milliseconds(record) == {**common, "forward": 8, "loss": 5, "optimizer": 5}
+        assert milliseconds(record, 1) == {**common, "forward": 4, "idle": 14}
+        for replica in record.replicas:
+            assert replica.segments[0].begin == 0 and replica.segments[-1].end == record.seconds
+            for one, after in zip(replica.segments, replica.segments[1:], strict=False):
+                assert one.end == after.begin and one.phase != after.phase
+
+
+def test_of_spans_within_each_other_the_innermost_counts(run: Run) -> None:
+    run.span("scatter", 0, 1)
+    run.line.call((1, 1))
+    with run.line.span("backward", 1):
+        # At the very moment at which backward begins.
+        for begin in (1, 3, 6):
+            run.span("reduce local", begin, begin + 1, 1)
+        run.now = 9
+    run.span("reduce local", 9, 12)
+    (record,) = run.finish()
+    assert milliseconds(record, 1) == {"scatter": 1, "backward": 5, "reduce local": 6}
+
+
+def test_only_what_comes_before_a_backward_is_a_loss(run: Run) -> None:
+    run.forward(0, 2, 1, 1)
+    run.span("backward", 4, 6)
+    run.span("backward", 9, 10)
+    (record,) = run.finish()
+    expected = {"scatter": 1, "forward": 1, "loss": 2, "backward": 3, "idle": 3}
+    assert milliseconds(record) == expected
+
+
+def test_a_span_that_failed_is_left_out(run: Run) -> None:
+    run.step(0)
+    run.span("scatter", 45, 50)
+    run.line.call((3, 2))
+    with pytest.raises(ValueError, match="no"), run.line.span("forward", 0):
+        run.now = 55
+        raise ValueError("no")
+    run.step(60)
+    _, record = run.finish()
+    assert milliseconds(record)["forward"] == 8
+
+
+# --- where steps end -------------------------------------------------------------------------
+
+
+def accumulating(run: Run) -> None:
+    run.step(0)
+    run.step(40, optimizer=False)
+    run.step(80)
+
+
+def without_optimizer(run: Run) -> None:
+    run.step(0, optimizer=False)
+    run.step(40, optimizer=False)
+
+
+def with_inference(run: Run) -> None:
+    run.step(0)
+    for begin in (40, 50):
+        run.forward(begin, begin + 6, 4, 4, trains=False)
+    run.step(60)
+
+
+def with_evaluation(run: Run) -> None:
+    """It computes gradients that nobody uses."""
+    run.step(0)
+    for i in range(20):
+        run.span("scatter", 40 + i, 40.5 + i)
+        run.line.call((4, 4))
+        run.span("forward", 40.5 + i, 41 + i)
+    run.step(60)
+
+
+def told_by_the_user(run: Run) -> None:
+    """Two optimizers take turns; what came before the first word was told by the optimizer."""
+    for begin in (0, 40, 80, 120):
+        run.step(begin)
+        run.now = begin + 40
+        if begin in (40, 120):
+            run.assembler.end_step()
+
+
+TRAIN = ("train", 0.04, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("play", "expected"),
+    [
+        (accumulating, [TRAIN, ("train", 0.08, 10, 2)]),
+        (without_optimizer, [("train", 0.035, 5, 1), TRAIN]),
+        (
+            with_inference,
+            [
+                *(TRAIN, ("inference", 0.006, 8, 1)),
+                *(("inference", 0.01, 8, 1), ("train", 0.044, 5, 1)),
+            ],
+        ),
+        (
+            with_evaluation,
+            [TRAIN, *[("inference", 0.008, 64, 8)] * 2, ("train", 0.044, 37, 5)],
+        ),
+        (told_by_the_user, [TRAIN, TRAIN, ("train", 0.08, 10, 2)]),
+    ],
+)
+def test_where_a_step_ends(run: Run, play: Any, expected: list[tuple[Any, ...]]) -> None:
+    play(run)
+    records = run.finish()
+    assert [(r.kind, round(r.seconds, 6), r.samples, r.calls) for r in records] == expected
+    assert [r.number for r in records] == list(range(1, len(records) + 1))
+    if play is accumulating:
+        # The criterion is computed twice, and nothing of the backward in between is taken for it.
+        assert milliseconds(records[1])["loss"] == 10
+
+
+# --- who gets records ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "seen"), [(1, [0, 1, 2, 3, 4]), (3, [0, 0, 0, 3, 3])])
+def test_records_are_told_as_steps_end(
+    monkeypatch: pytest.MonkeyPatch, every: int, seen: list[int]
+) -> None:
+    got: list[int] = []
+    told = Run(monkeypatch, on_step=lambda record: got.append(record.number), every=every)
+    counts = []
+    for i in range(5):
+        told.step(40 * i)
+        counts.append(len(got))
+    assert told.finish() == []
+    assert counts == seen and got == [1, 2, 3, 4, 5]
+
+
+# --- events ----------------------------------------------------------------------------------
+
+
+class Event:
+    """An event that happens at a given time of a device's clock."""
+
+    def __init__(self, at: float, *, happened: bool = True) -> None:
+        self.at = at
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        # It keeps up; it is behind; it begins late, and keeps up later.
+        ([0, 1, 1, 2, 2, 3, 3, 4], [(1, 1), (1, 1)]),
+        ([0, 10, 10, 30, 30, 40, 40, 50], [(10, 20), (10, 10)]),
+        ([7, 8, 8, 9, 9, 9.5, 9.5, 10], [(1, 1), (1, 1)]),
+    ],
+)
+def test_a_step_ends_when_its_device_is_done_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, device: list[float], expected: list[tuple[float, float]]
+) -> None:
+    run = Run(monkeypatch, 1)
+    events = [Event(at, happened=False) for at in device]
+    recorded = iter(events)
+
+    def record(replicas: Sequence[int]) -> tuple[Event, ...]:
+        return (next(recorded),)
+
+    run.line.has_events = True
+    monkeypatch.setattr(run.line, "events", record)
+    for begin in (0, 2):
+        run.span("scatter", begin, begin + 1)
+        run.line.call((4,))
+        run.span("optimizer", begin + 1, begin + 2)
+    assert run.assembler.drain() == []
+    for event in events:
+        event.happened = True
+    records = [*run.assembler.drain(), *run.finish()]
+    # The host took 2 ms for each step.
+    assert [(record.number, record.seconds) for record in records] == [(1, 0.002), (2, 0.002)]
+    times = [milliseconds(record) for record in records]
+    assert [(one["scatter"], one["optimizer"]) for one in times] == expected
+
+
+# --- records ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"number": {}}, "this is no record of a step"),
+        ({"replicas": [{"index": 0}]}, "KeyError.'device'"),
+        (
+            {"replicas": [{"index": 0, "device": "", "samples": 1, "segments": [{"phase": "x"}]}]},
+            "'x' is no phase of a replica; .*newer version",
+        ),
+    ],
+)
+def test_a_record_survives_json_and_what_is_none_is_refused(
+    run: Run, change: dict[str, Any], said: str | None
+) -> None:
+    run.step(0)
+    (record,) = run.finish()
+    data = {**json.loads(json.dumps(record.to_json())), **change}
+    if said is None:
+        assert StepRecord.from_json(data) == record
+    else:
+        with pytest.raises(ValueError, match=said):
+            StepRecord.from_json(data)
+
+
+# --- what is recorded --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -75,55 +516,9 @@ def test_steps_are_recorded_with_all_their_phases(wrapper: Any) -> None:
         assert told == pytest.approx(measured, rel=0.02)
     waited = sum(step.replicas[0].seconds["input"] for step in monitor.steps)
     assert 0.02 <= waited < measured
+    assert (monitor.summary().num_steps, monitor.summary().num_left_out) == (4, 1)
     for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-class Slow(nn.Module):
-    """Takes 20 ms longer in the second replica.
-
-    It sleeps: two replicas that compute hold each other up, as they share an interpreter.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        replica = dataparallel.current_replica()
-        time.sleep(0.03 if replica is not None and replica.index == 1 else 0.01)
-        y: torch.Tensor = self.linear(x)
-        y.register_hook(lambda grad: time.sleep(0.005))
-        return y
-
-
-class SlowSGD(SGD):
-    def step(self, closure: Any = None) -> Any:
-        time.sleep(0.015)
-        return super().step(closure)
-
-
-def test_each_phase_is_as_long_as_what_was_done_in_it_and_the_slow_replica_is_found() -> None:
-    model = DistributedDataParallel(Slow(), ["cpu", "cpu"])
-    optimizer = SlowSGD(model.parameters(), 0.01)
-    with StepMonitor(model, publish=False) as monitor:
-        for _ in range(5):
-            out = model(torch.ones(6, 6))
-            time.sleep(0.012)
-            out.sum().backward()
-            optimizer.step()
-    first, second = (replica.seconds for replica in monitor.steps[-1].replicas)
-    assert first["forward"] >= 0.01 and second["forward"] >= 0.03
-    assert first["backward"] >= 0.005 and second["backward"] >= 0.005
-    assert first["loss"] >= 0.012 and "loss" not in second
-    assert first["optimizer"] >= 0.015 and "optimizer" not in second
-    assert second["idle"] >= 0.027
-    summary = monitor.summary()
-    assert (summary.num_steps, summary.num_left_out) == (4, 1)
-    assert summary.straggler is not None
-    assert (summary.straggler.index, summary.straggler.moves) == (1, False)
-    assert "slow replica" in {one.kind for one in summary.findings}
-    assert "Replica 1 on cpu" in " ".join(str(one) for one in summary.findings)
 
 
 def test_other_optimizers_are_no_business_of_this_model() -> None:
@@ -132,7 +527,7 @@ def test_other_optimizers_are_no_business_of_this_model() -> None:
     theirs = SGD(other.parameters(), 0.01)
     with StepMonitor(model, publish=False) as monitor:
         for _ in range(2):
-            model(torch.ones(5, 6)).sum().backward()
+            model(X).sum().backward()
             other(torch.ones(1, 2)).sum().backward()
             theirs.step()
             ours.step()
@@ -146,49 +541,42 @@ def test_what_fails_does_not_end_a_step_and_is_not_under_way_for_ever() -> None:
         train(model, optimizer)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.ones(4, 7))
-        model(torch.ones(5, 6)).sum().backward()
+        model(X).sum().backward()
         for _ in range(3):
             with pytest.raises(ZeroDivisionError, match="division"):
                 optimizer.step(lambda: 1 / 0)
         time.sleep(0.05)
         optimizer.step()
         train(model, optimizer)
-        model(torch.ones(5, 6))
-        assert [phase for phase, _ in model.timeline.now] == ["idle", "idle"]
+        model(X)
+        assert now(model) == IDLE
     # The forward that failed belongs to the step after it.
     assert [step.samples for step in monitor.steps] == [5, 4 + 5, 5, 5]
     assert monitor.steps[1].replicas[0].seconds["optimizer"] < 0.05
 
 
-def test_nothing_stays_behind() -> None:
+def test_nothing_stays_behind_and_two_can_watch_at_once() -> None:
     model, optimizer = make(DistributedDataParallel)
     hooks: Any = optimizer_module._global_optimizer_pre_hooks
     before = len(hooks)
-    with StepMonitor(model, publish=False) as monitor:
-        assert len(hooks) == before + 1
-        train(model, optimizer)
-    assert len(hooks) == before and not model.timeline.listeners
-    train(model, optimizer)
-    assert len(monitor.steps) == 1
-    gone = weakref.ref(monitor)
-    del monitor
-    gc.collect()
-    assert gone() is None
-
-
-def test_a_monitor_can_watch_again_and_two_can_watch_at_once() -> None:
-    model, optimizer = make()
     one, two = StepMonitor(model, publish=False), StepMonitor(model, publish=False)
     with one:
+        assert len(hooks) == before + 1
         train(model, optimizer)
         with two:
             train(model, optimizer)
         with pytest.raises(RuntimeError, match="is watching already"):
             one.__enter__()
+    assert len(hooks) == before and not model.timeline.listeners
+    train(model, optimizer)
     with one:
         train(model, optimizer)
     assert (len(one.steps), len(two.steps)) == (3, 1)
     assert one.steps[-1].replicas[0].seconds.keys() >= {"optimizer", "backward"}
+    gone = weakref.ref(two)
+    del two
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_listener_that_fails_does_not_keep_the_monitor_open() -> None:
@@ -212,11 +600,7 @@ def test_a_listener_that_fails_does_not_keep_the_monitor_open() -> None:
 def test_only_the_last_steps_are_kept() -> None:
     """In the totals, those that nobody has asked for in time count like the others."""
     model, optimizer = make()
-    seen: list[int] = []
-    with (
-        StepMonitor(model, publish=False, keep=3) as monitor,
-        StepMonitor(model, publish=False, keep=2, on_step=lambda s: seen.append(s.number)) as told,
-    ):
+    with StepMonitor(model, publish=False, keep=3) as monitor:
         for rounds in range(1, 3):
             train(model, optimizer, 10)
             numbers = [step.number for step in monitor.steps]
@@ -228,7 +612,6 @@ def test_only_the_last_steps_are_kept() -> None:
                 kept = [step.replicas[1].seconds["forward"] for step in monitor.steps]
                 total = monitor.state().totals[1]["forward"]
                 assert total == pytest.approx(9 / 3 * sum(kept))
-    assert seen == list(range(1, 21)) and [step.number for step in told.steps] == [19, 20]
 
 
 def test_the_state_is_published_as_json() -> None:
@@ -269,17 +652,13 @@ def row(events: list[dict[str, Any]], tid: int) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == "X" and event["tid"] == tid]
 
 
-@pytest.mark.parametrize("name", ["timeline.json", "new/timeline.json.gz"])
-def test_the_timeline_has_a_thread_per_replica(tmp_path: Path, name: str) -> None:
+def test_the_timeline_has_a_thread_per_replica(tmp_path: Path) -> None:
     steps = [
         dataclasses.replace(one, time=1e9 + 2 * i)
         for i, one in enumerate(make_steps(2, [BUSY, SLOW], [3, 2]))
     ]
-    events = events_in(write_timeline(steps, make_info(), tmp_path / name, rank=3))
-    for event in events:
-        assert isinstance(event["name"], str) and event["pid"] == 3
-        numbers = {"M": ["tid"], "X": ["tid", "ts", "dur"], "C": ["ts"]}[event["ph"]]
-        assert all(type(event[key]) is int for key in numbers)
+    events = events_in(write_timeline(steps, make_info(), tmp_path / "new/all.json", rank=3))
+    assert {event["pid"] for event in events} == {3}
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "replica 0 (virtual:0)", 1: "replica 1 (virtual:1)", 2: "steps"}
     (process,) = [e["args"] for e in events if e["name"] == "process_name"]
@@ -322,10 +701,8 @@ def test_a_monitor_exports_what_it_has_seen(tmp_path: Path) -> None:
             monitor.export_chrome_trace(path)
         train(model, optimizer, 3)
     shown = events_in(monitor.export_chrome_trace(path))
-    length = sum(e["dur"] for e in row(shown, 2))
     for replica in (0, 1):
         assert {"scatter", "forward", "backward"} <= {e["name"] for e in row(shown, replica)}
-        assert sum(e["dur"] for e in row(shown, replica)) == pytest.approx(length, rel=0.02)
 
 
 # --- across processes and on devices ---------------------------------------------------------
@@ -337,20 +714,16 @@ def two_processes(rank: int, world_size: int) -> tuple[list[float], int]:
     train(model, optimizer, 4)
     with StepMonitor(model, publish=False) as monitor:
         for _ in range(3):
-            if rank == 1:
-                time.sleep(0.03)
+            time.sleep(0.03 * rank)
             train(model, optimizer)
-        state = monitor.state()
-    return [
-        step.replicas[0].seconds["reduce across processes"] for step in monitor.steps
-    ], state.info.world_size
+    waits = [step.replicas[0].seconds["reduce across processes"] for step in monitor.steps]
+    return waits, monitor.state().info.world_size
 
 
 def test_waiting_for_other_processes_is_a_phase(cluster: Cluster) -> None:
-    fast, slow = cluster.run(two_processes, 2)
-    assert fast[1] == slow[1] == 2
+    (fast, two), (slow, _) = cluster.run(two_processes, 2)
     # The second process is late for each step, and the first one waits for it.
-    assert min(fast[0]) > 0.01 and sum(slow[0]) < sum(fast[0])
+    assert two == 2 and min(fast) > 0.01 and sum(slow) < sum(fast)
 
 
 def on_virtual_devices(rank: int, world_size: int) -> list[dict[Phase, float]]:
@@ -364,10 +737,6 @@ def on_virtual_devices(rank: int, world_size: int) -> list[dict[Phase, float]]:
             optimizer.step()
             optimizer.zero_grad()
     assert len(monitor.steps) == 4
-    for step in monitor.steps:
-        for replica in step.replicas:
-            ends = [segment.end for segment in replica.segments]
-            assert ends == sorted(ends) and replica.segments[0].begin == 0
     return [replica.seconds for replica in monitor.steps[-1].replicas]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -37,63 +36,42 @@ def both(*phases: Seconds) -> list[Seconds]:
 
 # --- what to change --------------------------------------------------------------------------
 
-#: Replicas, samples, the run; kinds and gains of all findings, and words of the first.
-CHANGES: dict[str, tuple[list[Seconds], list[int], RunInfo | None, dict[str, float], str]] = {
+OPTIMIZER = both({"optimizer": 1.0}, {})
+SCATTER = both({"scatter": 1.0})
+
+#: Replicas; kinds and gains of all findings, and words of the first.
+CHANGES: dict[str, tuple[list[Seconds], dict[str, float], str]] = {
     # Three quarters of the step pass before the batch is there.
-    "input": (both({"input": 3.0}), [], None, {"input": 0.75}, "num_workers"),
+    "input": (both({"input": 3.0}), {"input": 0.75}, "num_workers"),
     # The first does 0.8 s of loss for both; gathering costs 0.2 s: 0.4 + 0.1 of 2.
-    "loss": (
-        both({"gather": 0.2, "loss": 0.8}, {"gather": 0.2}),
-        *([], None, {"loss": 0.25}, "model.loss"),
-    ),
-    "gather": (
-        both({"gather": 1.0}),
-        *([], None, {"gather": 0.5, "overhead": 0.25}, 'output_device="each"'),
-    ),
-    "gather beside a loss in the replicas": (
-        both({"gather": 1.0, "loss": 0.5}),
-        *([], None, {"gather": 0.4, "overhead": 0.2}, 'output_device="each"'),
-    ),
-    "scatter": (
-        both({"scatter": 1.0}),
-        *([], None, {"scatter": 0.25, "overhead": 0.25}, "pin_memory"),
-    ),
-    "parameters": (
-        both({"scatter": 1.0}),
-        *([], DATA_PARALLEL, {"scatter": 0.25, "overhead": 0.25}, "DistributedDataParallel keeps"),
-    ),
-    "optimizer": (
-        both({"optimizer": 1.0}, {}),
-        *([], None, {"optimizer": 0.25}, "ShardedOptimizer"),
-    ),
-    "optimizer on one device": (
-        both({"optimizer": 1.0}, {}),
-        *([], ONE_DEVICE, {"optimizer": 0.25}, "fused=True"),
-    ),
-    "processes": (
-        both(ACROSS),
-        *([], make_info(num_parameters=2**20), {"communication hook": 0.25}, "about 4 MiB) with"),
-    ),
+    "loss": (both({"gather": 0.2, "loss": 0.8}, {"gather": 0.2}), {"loss": 0.25}, "model.loss"),
+    "gather": (both({"gather": 1.0}), {"gather": 0.5, "overhead": 0.25}, 'output_device="each"'),
+    # The replicas compute the loss.
+    "outputs": (both({"gather": 1.0, "loss": 0.5}), {"gather": 0.4, "overhead": 0.2}, "each"),
+    "scatter": (SCATTER, {"scatter": 0.25, "overhead": 0.25}, "pin_memory"),
+    "parameters": (SCATTER, {"scatter": 0.25, "overhead": 0.25}, "DistributedDataParallel keeps"),
+    "optimizer": (OPTIMIZER, {"optimizer": 0.25}, "ShardedOptimizer"),
+    "optimizer on one device": (OPTIMIZER, {"optimizer": 0.25}, "fused=True"),
+    "processes": (both(ACROSS), {"communication hook": 0.25}, "about 4 MiB) with"),
     # Each piece is small, together they are most of the step.
     "overhead": (
         both(SMALL),
-        *([], None, {"overhead": 0.375, "gather": 0.075, "scatter": 0.075}, "batch than 16"),
+        {"overhead": 0.375, "gather": 0.075, "scatter": 0.075},
+        "batch than 16",
     ),
     # 16 samples at 8/s and 4/s take 4/3 s in the best split, in place of 2 s.
-    "slow": ([BUSY, SLOW], [], None, {"slow replica": 1 / 3}, "takes 2.0 times as long per sample"),
-    "uneven": ([BUSY, SLOW], [8, 16], None, {"uneven split": 0.25}, "gets 16 of 24 samples"),
+    "slow": ([BUSY, SLOW], {"slow replica": 1 / 3}, "takes 2.0 times as long per sample"),
+    "uneven": ([BUSY, SLOW], {"uneven split": 0.25}, "gets 16 of 24 samples"),
     # It has its smaller chunk already.
-    "balanced": ([BUSY, BUSY], [16, 8], None, {"nothing": 0.0}, "Nothing stands out"),
-    "even": (
-        [BUSY, {"forward": 0.4, "backward": 0.61}],
-        *([], None, {"nothing": 0.0}, "100 % of each"),
-    ),
+    "balanced": ([BUSY, BUSY], {"nothing": 0.0}, "Nothing stands out"),
+    "even": ([BUSY, {"forward": 0.4, "backward": 0.61}], {"nothing": 0.0}, "100 % of each"),
     # Waiting for it is no overhead.
-    "late": ([BUSY, {"forward": 4.0}], [], None, {"slow replica": 0.75}, "balance(model)"),
+    "late": ([BUSY, {"forward": 4.0}], {"slow replica": 0.75}, "balance(model)"),
     # The others idle for 1.5 s: 0.5 s for the loss, 1 s for the optimizer.
     "waiting for the first": (
         [{**BUSY, "loss": 0.5, "optimizer": 1.0}, BUSY, BUSY, BUSY],
-        *([], None, {"optimizer": 0.75 / 2.5, "loss": 0.375 / 2.5}, "ShardedOptimizer"),
+        {"optimizer": 0.75 / 2.5, "loss": 0.375 / 2.5},
+        "ShardedOptimizer",
     ),
     # The first waits for the slow one, which then waits for the loss and the optimizer.
     "waiting for each other": (
@@ -101,18 +79,23 @@ CHANGES: dict[str, tuple[list[Seconds], list[int], RunInfo | None, dict[str, flo
             {**BUSY, "loss": 0.5, "optimizer": 2.0, "idle": 3.0},
             {"forward": 1.6, "backward": 2.4, "idle": 2.5},
         ],
-        *([], None),
         {"slow replica": 2.4 / 6.5, "optimizer": 1.0 / 6.5, "loss": 0.25 / 6.5},
         "Replica 1 on virtual:1 ",
     ),
-    "one replica": ([ALONE], [], None, {"nothing": 0.0}, "Nothing stands out"),
+    "one replica": ([ALONE], {"nothing": 0.0}, "Nothing stands out"),
+}
+CHUNKS = {"uneven": [8, 16], "balanced": [16, 8]}
+RUNS = {
+    "parameters": DATA_PARALLEL,
+    "optimizer on one device": ONE_DEVICE,
+    "processes": make_info(num_parameters=2**20),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_all_that_costs_much_is_named_once_with_its_price(case: str) -> None:
-    replicas, samples, info, expected, words = CHANGES[case]
-    found = sum_up(make_steps(3, replicas, samples), info).findings
+    replicas, expected, words = CHANGES[case]
+    found = sum_up(make_steps(3, replicas, CHUNKS.get(case, [])), RUNS.get(case)).findings
     assert [one.kind for one in found] == list(expected)
     assert [one.gain for one in found] == pytest.approx(list(expected.values()))
     assert words in found[0].text
@@ -176,12 +159,7 @@ def test_seconds_and_shares_are_per_step_and_add_up() -> None:
     assert (score.samples, score.compute) == (8, 1.5)
 
 
-STEADY = make_steps(8, [BUSY, SLOW])
-IN_TURNS = [*make_steps(4, [BUSY, SLOW]), *make_steps(5, [SLOW, BUSY])]
-LATE_IN_TURNS = [
-    *make_steps(4, [{"forward": 1.0}, {"forward": 4.0}]),
-    *make_steps(4, [{"forward": 4.0}, {"forward": 1.0}]),
-]
+ONE_AND_OTHER = [*make_steps(4, [BUSY, SLOW]), *make_steps(5, [SLOW, BUSY])]
 NOW_AND_THEN = [
     *make_steps(4, [BUSY, SLOW]),
     *make_steps(2, [{"forward": 0.5, "backward": 0.6}, BUSY]),
@@ -195,9 +173,8 @@ TWO_OF_FOUR = [
 @pytest.mark.parametrize(
     ("steps", "info", "index", "moves", "excess", "waste"),
     [
-        (STEADY, None, 1, False, 1 / 3, 0.5),
-        (IN_TURNS, None, 0, True, 1 / 3, 0.5),
-        (LATE_IN_TURNS, None, 0, True, 0.6, 1.5),
+        (make_steps(8, [BUSY, SLOW]), None, 1, False, 1 / 3, 0.5),
+        (ONE_AND_OTHER, None, 0, True, 1 / 3, 0.5),
         # On one device replicas take turns on the processors: two of three times say nothing.
         (NOW_AND_THEN, None, 1, False, 0.26, 0.35),
         (NOW_AND_THEN, ONE_DEVICE, 1, True, 0.26, 0.35),
@@ -224,9 +201,9 @@ def test_stragglers(
 
 
 def test_no_straggler() -> None:
-    small = make_steps(4, [BUSY, {"forward": 0.45, "backward": 0.65}])
-    for steps in (small, make_steps(2, [BUSY])):
-        assert sum_up(steps).straggler is None
+    alike: list[Seconds] = [{"forward": 0.45, "backward": 0.65}, BUSY]
+    for small in alike:
+        assert sum_up(make_steps(4, [BUSY, small])).straggler is None
 
 
 # --- which steps count -----------------------------------------------------------------------
@@ -245,22 +222,16 @@ def test_throughput_and_percentiles() -> None:
 
 WARM_UP = make_step([{"forward": 99.0}] * 2, number=1)
 INFERENCE = make_step([{"forward": 50.0}] * 2, number=9, kind="inference")
+FIVE = [WARM_UP, *make_steps(5, [BUSY, BUSY]), INFERENCE]
+#: It stays where there are few, and inference where there is nothing else.
+TWO = [WARM_UP, *make_steps(2, [BUSY, BUSY])]
 
 
 @pytest.mark.parametrize(
     ("steps", "number", "kind", "left_out", "told"),
     [
-        (
-            [WARM_UP, *make_steps(5, [BUSY, BUSY]), INFERENCE],
-            *(
-                5,
-                "train",
-                2,
-                "5 training steps of 1 s: 1 steps/s, 16 samples/s (2 others",
-            ),
-        ),
-        # It stays where there are few, and inference where there is nothing else.
-        ([WARM_UP, *make_steps(2, [BUSY, BUSY])], 3, "train", 0, "3 training steps of 33.7 s"),
+        (FIVE, 5, "train", 2, "5 training steps of 1 s: 1 steps/s, 16 samples/s (2 others"),
+        (TWO, 3, "train", 0, "3 training steps of 33.7 s"),
         ([INFERENCE] * 4, 4, "inference", 0, "4 inference steps of 50 s"),
     ],
 )
@@ -274,29 +245,26 @@ def test_the_first_step_and_inference_are_left_out(
 
 @pytest.mark.parametrize(("often", "kind"), [(1, "nothing"), (3, "slow replica")])
 def test_a_step_that_takes_long_once_does_not_tell_what_to_change(often: int, kind: str) -> None:
-    steps = make_steps(20, [BUSY, BUSY]) + make_steps(often, [BUSY, {"forward": 60.0}])
-    summary = sum_up(steps)
-    assert summary.num_steps == 20 + often
+    summary = sum_up(make_steps(20, [BUSY, BUSY]) + make_steps(often, [BUSY, {"forward": 60.0}]))
+    assert (summary.num_steps, summary.advice.kind) == (20 + often, kind)
     assert summary.num_not_advised == (often if kind == "nothing" else 0)
     # It counts for the times.
     assert summary.times is not None and summary.times.longest == pytest.approx(60.0)
     assert (summary.straggler is None) == (kind == "nothing")
-    assert summary.advice.kind == kind
     assert ("left out of the advice: 1 of 21 steps" in str(summary)) == (kind == "nothing")
 
 
-# --- text, HTML and metrics ------------------------------------------------------------------
+# --- text and metrics ------------------------------------------------------------------------
 
 
 def test_no_step_says_so() -> None:
     summary = sum_up([])
     assert (summary.num_steps, summary.times, summary.advice.kind) == (0, None, "unknown")
     assert str(summary).startswith("No step has ended yet")
-    assert "no step has ended" in summary._repr_html_().lower()
     assert summary.as_metrics() == {"num_steps": 0.0}
 
 
-def test_the_text_and_what_a_notebook_shows_have_a_column_per_replica() -> None:
+def test_the_text_has_a_column_per_replica() -> None:
     summary = sum_up(make_steps(20, [BUSY, SLOW]))
     text = [" ".join(line.split()) for line in str(summary).splitlines()]
     rows = [
@@ -313,12 +281,7 @@ def test_the_text_and_what_a_notebook_shows_have_a_column_per_replica() -> None:
     assert text[0] == "20 training steps of 2 s: 0.5 steps/s, 8 samples/s"
     assert [line for line in text if line in rows] == rows
     assert "Change first: Replica 1 on virtual:1 takes 2.0 times" in str(summary)
-    table = ElementTree.fromstring(f"<x>{summary._repr_html_()}</x>").iter("tr")
-    shown = [" ".join(" ".join(cell.text or "" for cell in row).split()) for row in table]
-    assert shown == rows
     assert repr([summary]) == "[<Summary: 20 steps, 2 s each>]"
-    named = [dataclasses.replace(one, device="<i>&") for one in summary.replicas]
-    assert "&lt;i&gt;&amp;" in dataclasses.replace(summary, replicas=tuple(named))._repr_html_()
 
 
 def test_many_replicas_are_in_several_tables() -> None:

@@ -1,4 +1,7 @@
-"""What the container in which this process is may use of this host: memory and processors."""
+"""What the container in which this process is may use of this host: memory and processors.
+
+Limits are those of control groups of version 2; hosts with version 1 alone are shown as a whole.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,6 @@ class Memory(NamedTuple):
     total: int
 
 
-#: Per version of control groups: the files of the limit, of what is used, and the entry of the
-#: statistics that tells what can be given back at any time.
-_FILES = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
 def memory(root: Path = Path("/")) -> Memory:
     """The memory that this process can use.
 
@@ -37,34 +32,25 @@ def memory(root: Path = Path("/")) -> Memory:
     """
     host = psutil.virtual_memory()
     found = Memory(host.total - host.available, host.total)
-    for version, folder in _folders(root, "memory"):
-        limit, current, reclaimable = _FILES[version]
-        most, used = _number(folder / limit), _number(folder / current)
+    for folder in _groups(root):
+        most, used = _number(folder / "memory.max"), _number(folder / "memory.current")
         if most is not None and used is not None and most < found.total:
-            spare = _statistic(folder / "memory.stat", reclaimable) or 0
+            # What the system can take back at any time is not in use.
+            spare = _statistic(folder / "memory.stat", "inactive_file") or 0
             found = Memory(max(0, used - spare), most)
     return found
 
 
 class Quota(NamedTuple):
-    """How many processors' time a control group may take, and how much it has taken."""
+    """How many processors' time a control group may take, and where it is."""
 
     cpus: float
-    version: int
     folder: Path
 
     def used(self) -> float | None:
         """The seconds that all its processes have computed so far; None if that is not told."""
-        if self.version == 2:
-            found = _statistic(self.folder / "cpu.stat", "usage_usec")
-            return None if found is None else found / 1e6
-        # Where both controllers are not mounted together, their folders stand side by side.
-        parts = ("cpuacct" if part == "cpu" else part for part in self.folder.parts)
-        for folder in (self.folder, Path(*parts)):
-            nanoseconds = _number(folder / "cpuacct.usage")
-            if nanoseconds is not None:
-                return nanoseconds / 1e9
-        return None
+        microseconds = _statistic(self.folder / "cpu.stat", "usage_usec")
+        return None if microseconds is None else microseconds / 1e6
 
 
 def quota(root: Path = Path("/")) -> Quota | None:
@@ -74,48 +60,30 @@ def quota(root: Path = Path("/")) -> Quota | None:
         root: Where ``proc`` and ``sys`` are.
     """
     found: Quota | None = None
-    for version, folder in _folders(root, "cpu"):
-        cpus = _cpus_v2(folder) if version == 2 else _cpus_v1(folder)
-        if cpus is not None and (found is None or cpus < found.cpus):
-            found = Quota(cpus, version, folder)
+    for folder in _groups(root):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            # "max 100000" stands for no limit.
+            most, period = (folder / "cpu.max").read_text().split()
+            cpus = int(most) / int(period)
+            if found is None or cpus < found.cpus:
+                found = Quota(cpus, folder)
     return found
 
 
-def _cpus_v2(folder: Path) -> float | None:
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-        # "max 100000" stands for no limit.
-        most, period = (folder / "cpu.max").read_text().split()
-        return int(most) / int(period)
-    return None
-
-
-def _cpus_v1(folder: Path) -> float | None:
-    most, period = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    # -1 stands for no limit.
-    return most / period if most and period and most > 0 else None
-
-
-def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """The control groups of this process with a controller, from the outermost to its own."""
+def _groups(root: Path) -> Iterator[Path]:
+    """The control groups of this process, from the outermost to its own."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            version, top = 2, root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            version, top = 1, root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        folder = top
-        yield version, folder
-        # In a container the path may be the host's, and lead nowhere.
-        for part in Path(path).parts[1:]:
-            folder = folder / part
-            yield version, folder
+        if line.startswith("0::"):
+            folder = root / "sys/fs/cgroup"
+            yield folder
+            # In a container the path may be the host's, and lead nowhere.
+            for part in Path(line.removeprefix("0::")).parts[1:]:
+                folder = folder / part
+                yield folder
 
 
 def _number(path: Path) -> int | None:

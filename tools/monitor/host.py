@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from dataparallel.tools.monitor.cgroup import memory
 from dataparallel.tools.monitor.processors import BusyShare, usable_processors
@@ -58,26 +59,12 @@ class ThreadLoads:
     Only threads with a meaning are told: those of the replicas, those in which accelerators'
     gradients are computed, and the first one, as ``"main"``. Threads of one name are added up: they
     belong to the same replica of several wrappers.
-
-    Args:
-        proc: The folder in which the system shows processes. Default: ``/proc``.
-        clock: Tells the time in seconds. Default: ``time.monotonic``.
-        ticks: How many units of the system's counters make a second. Default: asked.
     """
 
-    def __init__(
-        self,
-        proc: Path = Path("/proc"),
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        ticks: int | None = None,
-    ) -> None:
-        self._proc = proc
-        self._clock = clock
-        self._ticks = ticks or (os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100)
+    def __init__(self) -> None:
         self._pid: int | None = None
         self._since = 0.0
-        self._before: dict[tuple[int, int], int] = {}
+        self._before: dict[int, float] = {}
         self._loads: dict[str, float] = {}
 
     def read(self, pid: int) -> dict[str, float]:
@@ -89,39 +76,31 @@ class ThreadLoads:
         Returns:
             Nothing the first time, for a process that is gone, and where the system does not tell.
         """
-        now = self._clock()
+        now = time.monotonic()
         span = now - self._since
         if pid == self._pid and span < SHORTEST_SPAN:
             return dict(self._loads)
-        threads = self._times(pid)
+        threads = _times(pid)
         loads: dict[str, float] = {}
         if pid == self._pid:
             for thread, (name, spent) in threads.items():
                 if thread in self._before:
-                    busy = (spent - self._before[thread]) / self._ticks / span
+                    busy = (spent - self._before[thread]) / span
                     loads[name] = loads.get(name, 0.0) + min(1.0, max(0.0, busy))
         self._pid, self._since, self._loads = pid, now, loads
         self._before = {thread: spent for thread, (_, spent) in threads.items()}
         return dict(sorted(loads.items()))
 
-    def _times(self, pid: int) -> dict[tuple[int, int], tuple[str, int]]:
-        """By number and time of birth: the name of a thread and how long it has been busy."""
-        found: dict[tuple[int, int], tuple[str, int]] = {}
-        try:
-            entries = sorted((self._proc / str(pid) / "task").iterdir())
-        except OSError:
-            return found
-        for entry in entries:
-            # A thread may end at any moment.
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                text = (entry / "stat").read_text()
-                # The name is in brackets and may hold brackets and spaces itself.
-                before, _, after = text.rpartition(")")
-                name, fields = before.partition("(")[2], after.split()
-                thread = int(entry.name)
-                if thread == pid:
-                    name = "main"
+
+def _times(pid: int) -> dict[int, tuple[str, float]]:
+    """By number: the name of a thread, and for how many seconds it has been busy."""
+    found: dict[int, tuple[str, float]] = {}
+    with contextlib.suppress(psutil.Error):
+        for thread in psutil.Process(pid).threads():
+            # It may end at any moment, and Linux alone tells names.
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/task/{thread.id}/comm").read_text().strip()
+                name = "main" if thread.id == pid else name
                 if name == "main" or name.startswith(("replica-", "pt_autograd")):
-                    spent = int(fields[11]) + int(fields[12])
-                    found[thread, int(fields[19])] = (name, spent)
-        return found
+                    found[thread.id] = (name, thread.user_time + thread.system_time)
+    return found
