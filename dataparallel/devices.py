@@ -218,7 +218,8 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
     if waiting is None:
         awaited.synchronize()
     else:
-        waiting.wait_event(awaited.record_event())
+        # Not by an event of torch.cuda's, for which a torch.Stream does not wait.
+        waiting.wait_stream(awaited)
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:

@@ -95,6 +95,50 @@ def test_training_is_that_of_the_bare_module(
     cluster.run(_train, 1, wrapper, places, init_group=False, timeout=200)
 
 
+class Late(nn.Module):
+    """On a GPU, its output is there long after the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cuda":
+            torch.cuda._sleep(50_000_000)
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+def _train_late(rank: int, world_size: int, wrapper: str, places: list[Any]) -> None:
+    device = dp.devices.parse_device(places[0])
+    quiet_backend_of(device)
+    torch.manual_seed(1)
+    net = Late().to(device)
+    bare = Late().to(device)
+    bare.load_state_dict(net.state_dict())
+    model = WRAPPERS[wrapper](net, places)
+    got, expected = train(net, model, device), train(bare, bare, device)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    model.close()
+
+
+@by_wrapper
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["cpu", "cpu"],
+        pytest.param([0, "cpu"], marks=pytest.mark.gpu),
+        pytest.param([0, 1], marks=pytest.mark.multi_gpu(2)),
+    ],
+    ids=str,
+)
+def test_other_devices_wait_for_what_is_still_computed(
+    cluster: Cluster, wrapper: str, places: list[Any]
+) -> None:
+    cluster.run(_train_late, 1, wrapper, places, init_group=False, timeout=200)
+
+
 by_group = pytest.mark.parametrize(
     ("backend", "places"),
     [
