@@ -162,6 +162,28 @@ def test_a_watcher_that_does_not_read_delays_others_for_little(
         Attachment(ME, timeout=10).state()
 
 
+def test_the_thread_rests_nine_times_as_long_as_it_works(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+
+    class Time:
+        now = 7.0
+        perf_counter = staticmethod(lambda: Time.now)
+        sleep = staticmethod(rests.append)
+
+    def state() -> RunState:
+        Time.now += 0.01
+        return a_state()
+
+    monkeypatch.setattr(attach, "time", Time)
+    publisher = Publisher(state)
+    with connected(run_folder) as watcher:
+        watcher.makefile().read()
+    publisher.close()
+    assert rests == [pytest.approx(0.09)]
+
+
 # --- processes that answer something else ----------------------------------------------------
 
 

@@ -86,11 +86,12 @@ def test_samples_come_at_multiples_of_the_interval(
     with source.sampler(interval=2.0, wall=lambda: next(wall)) as sampler:
         rest = sampler.samples()
         samples = list(itertools.islice(rest, 4))
+    assert source.closed == 1
     assert [one.elapsed for one in samples] == elapsed
     assert [one.cost for one in samples] == costs
     assert [one.time for one in samples] == [1000.0, 400.0, 1002.0, 1003.0]
     assert source.slept == slept
-    # Closing ends them, and closes the source once.
+    # Closing it again does nothing.
     sampler.close()
     assert list(rest) == [] and source.closed == 1
 
@@ -213,6 +214,24 @@ def test_what_may_not_be_seen_of_a_process_is_left_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(psutil.Process, "username", denied)
     (process,) = CpuSource(lambda: (ME,)).read().processes
     assert (process.user, process.memory, process.name) == (None, None, psutil.Process().name())
+
+
+@pytest.mark.parametrize(
+    ("sensors", "expected"),
+    [
+        ({"coretemp": [50.0, 61.0], "nvme": [80.0]}, 61.0),
+        ({"coretemp": [0.0], "nvme": [80.0]}, None),
+        (None, None),
+    ],
+)
+def test_the_temperature_is_that_of_the_processors(
+    sensors: Any, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> dict[str, list[SimpleNamespace]]:
+        return {k: [SimpleNamespace(current=one) for one in v] for k, v in sensors.items()}
+
+    monkeypatch.setattr(psutil, "sensors_temperatures", read, raising=False)
+    assert CpuSource(busy=lambda: 0.5).read().devices[0].value("temperature") == expected
 
 
 def test_the_load_of_a_thread_is_that_since_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:

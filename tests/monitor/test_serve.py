@@ -20,6 +20,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -165,6 +166,7 @@ EVERYTHING = make_sample(
 )
 
 
+BUILT = f'build_info{{version="{metadata.version("dataparallel")}"}} 1.0'
 SCORES = ((0, 0.516), (1, 1.0))
 
 
@@ -211,7 +213,12 @@ REASON = 'device_throttled{device="cuda:%d",GPU,reason="power cap",uuid='
 @pytest.mark.parametrize(
     ("samples", "told", "untold"),
     [
-        ([], ["build_info{version="], ["sample_timestamp"]),
+        ([], [BUILT], ["sample_timestamp"]),
+        (
+            [make_sample(devices=(dataclasses.replace(make_device(0), parent="cuda:3"),))],
+            ['device_up{device="cuda:0",GPU,parent="cuda:3",uuid="GPU-0"} 1.0'],
+            [],
+        ),
         ([make_sample()], TOLD.split("\n")[1:-1], ['process_device_memory_bytes{device="cuda:4"']),
         # A reason for being slow stays with zero.
         ([FAST], ["device_up"], ["device_throttled"]),

@@ -282,6 +282,11 @@ def test_the_text_has_a_column_per_replica() -> None:
     assert [line for line in text if line in rows] == rows
     assert "Change first: Replica 1 on virtual:1 takes 2.0 times" in str(summary)
     assert repr([summary]) == "[<Summary: 20 steps, 2 s each>]"
+    # What a notebook shows.
+    named = [dataclasses.replace(one, device="<i>&") for one in summary.replicas]
+    shown = dataclasses.replace(summary, replicas=tuple(named))._repr_html_()
+    assert "<th>computing</th><td>1 s</td><td>2 s</td>" in shown
+    assert "&lt;i&gt;&amp;" in shown
 
 
 def test_many_replicas_are_in_several_tables() -> None:

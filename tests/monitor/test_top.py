@@ -236,6 +236,8 @@ OTHERS = (
     ProcessReading("cuda:4", 1, "other", "eve", 70 * GIB),
     ProcessReading("cuda:0", PID, "mine.py", "ada", GIB),
 )
+PART = DeviceReading("nvml:3:0", "MIG 3g.40gb", "nvml", "MIG-0", parent="cuda:3")
+PARTED = (make_device(3), make_device(4), PART)
 NOTED = dataclasses.replace(EMPTY, notes=("nothing from NVIDIA: no driver; sudo modprobe x",))
 
 #: Samples, width and height; what is shown, in this order, and what is not.
@@ -275,6 +277,8 @@ SCREENS: dict[str, tuple[list[Sample], int, int | None, list[str], list[str]]] =
     ),
     # The process that is watched comes first.
     "my process": ([make_sample(processes=OTHERS)], 120, None, ["mine.py", "other"], []),
+    # Parts of a device stand below it, though they come last.
+    "parts": ([make_sample(devices=PARTED)], 120, None, ["cuda:3 ", "└ nvml:3:0", "cuda:4 "], []),
     # What is not available is a dash and no zero.
     "unknown": ([CARD], 80, None, ["  util ░░░░ - "], ["0 %", " W"]),
     "unknown, low": ([CARD], 80, 3, ["nvml:0           - ░"], ["0 %", " W"]),
