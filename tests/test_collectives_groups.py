@@ -7,6 +7,7 @@ import functools as partials
 import gc
 import pickle
 import re
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -216,7 +217,12 @@ def use_and_drop(rank: int) -> list[Any]:
     (grad,) = torch.autograd.grad(torch.stack(outputs).square().sum(), x, create_graph=True)
     turns = len(group._turns_in_backward)
     del outputs, grad
-    gc.collect()
+    # The thread of a member may hold its call a moment longer.
+    deadline = time.monotonic() + 5
+    while gc.collect() or any(node() is not None for node in nodes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     alive = sum(node() is not None for node in nodes)
     return [held, turns, alive, weakref.ref(group._current())]
 
