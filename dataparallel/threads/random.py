@@ -142,8 +142,6 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 class _Local(threading.local):
     source: Source | None = None
-    #: Whether a default generator has the state of this thread's own now.
-    is_swapped = False
 
     def use(self, source: Source) -> None:
         """Draw from a source."""
@@ -278,17 +276,18 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
         device = _device_of(args, kwargs)
         own = own_generator(device) if _devices.is_accelerator(device) else None
         default = default_generator(device)
-        # Attention calls another fused operation, which has a kernel here, too.
-        if own is None or default is None or drawing.is_swapped:
+        if own is None or default is None:
             return operation.redispatch(keys & below, *args, **kwargs)
         with _lock:
             before = default.get_state()
             default.set_state(own.get_state())
-            drawing.is_swapped = True
+            # What the operation calls draws from the default one, too: attention calls another
+            # fused operation.
+            torch_internals.include_key(_kernels().key, False)
             try:
                 return operation.redispatch(keys & below, *args, **kwargs)
             finally:
-                drawing.is_swapped = False
+                torch_internals.include_key(_kernels().key, True)
                 own.set_state(default.get_state())
                 default.set_state(before)
 
