@@ -344,7 +344,9 @@ def test_a_worker_that_has_left_the_context() -> None:
     with context() as context_id:
         loss = rpc_sync("worker1", scaled, (x,)).sum()
         torch_rpc.rpc_sync("worker1", release, (context_id,))
-        with pytest.raises((RuntimeError, ValueError), match="no distributed autograd context"):
+        # It may still be on its way out of the context.
+        gone = "no distributed autograd context|the distributed autograd context was released"
+        with pytest.raises((RuntimeError, ValueError), match=gone):
             backward(context_id, [loss])
 
 
