@@ -35,12 +35,16 @@ def plan(devices: list[list[str]], peers: list[str]) -> tuple[Contestant, ...]:
 
 
 def test_peers_are_planned_as_torch_has_them() -> None:
-    contestants = plan([["a", "b"], ["c", "d"]], ["ddp", "bare", "watched"])
-    titles = [each.title for each in contestants]
-    assert titles == ["our DDP 2x2", "torch DDP 4x1", "bare module", "our DDP 2x2, watched"]
-    ours, ddp, bare, watched = ([task.devices for task in each.tasks] for each in contestants)
+    contestants = plan([["a", "b"], ["c", "d"]], ["ddp", "bare", "cores", "watched"])
+    cores = len(os.sched_getaffinity(0))
+    assert [each.title for each in contestants] == [
+        *("our DDP 2x2", "torch DDP 4x1", "bare module"),
+        *(f"bare, {cores} threads", "our DDP 2x2, watched"),
+    ]
+    ours, ddp, bare, all_cores, watched = ([t.devices for t in each.tasks] for each in contestants)
     assert ours == watched == [("a", "b"), ("c", "d")]
-    assert ddp == [("a",), ("b",), ("c",), ("d",)] and bare == [("a",)]
+    assert ddp == [("a",), ("b",), ("c",), ("d",)] and bare == all_cores == [("a",)]
+    assert [each.tasks[0].threads for each in contestants] == [1, 1, 1, cores, 1]
     for each in contestants:
         assert [task.rank for task in each.tasks] == list(range(len(each.tasks)))
         assert {task.world_size for task in each.tasks} == {len(each.tasks)}
@@ -284,7 +288,7 @@ SMALL = ["bench", "train", "--cases", "deep", "--steps", "1", "--rounds", "2"]
 @pytest.mark.parametrize(
     ("words", "contestants"),
     [
-        ("--processes 2 --devices cpu --peers bare,ddp", ["ours", "bare", "ddp"]),
+        ("--processes 2 --devices cpu", ["ours", "bare", "cores", "ddp"]),
         ("--wrapper dp --peers watched --loss replicas", ["ours", "watched"]),
     ],
 )

@@ -67,8 +67,9 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=count, default=1, metavar="P",
         help="processes of ours, each with all of --devices and its part of the batch; "
         "default: 1. torch DDP gets one process per replica")  # fmt: skip
-    add("--peers", type=names_in(("bare", "ddp", "watched")), default=None, metavar="LIST",
-        help="whom to compare with: bare, ddp, watched (ours with a StepMonitor); default: "
-        "bare,ddp (bare alone on virtual devices)")  # fmt: skip
+    add("--peers", type=names_in(("bare", "cores", "ddp", "watched")), default=None, metavar="LIST",
+        help="whom to compare with: bare, cores (bare with all cores as intra-op threads), ddp, "
+        "watched (ours with a StepMonitor); default: bare,cores,ddp on the CPU, bare on virtual "
+        "devices, else bare,ddp")  # fmt: skip
     add("--threads-per-replica", type=count, default=1, metavar="N",
-        help="intra-op threads of each replica, and of the bare module; default: 1")  # fmt: skip
+        help="intra-op threads of each replica, and of bare; default: 1")  # fmt: skip

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, Literal, Protocol
 
+from dataparallel.tools.doctor.check import usable_cores
+
 Kind = Literal["ours", "watched", "bare", "ddp"]
 
 #: Told what happens next, and how many turns of the whole measurement begin with it.
@@ -111,19 +113,22 @@ def team_of(
 def plan_contestants(
     task: Task, devices: Sequence[Sequence[str]], peers: Sequence[str]
 ) -> tuple[Contestant, ...]:
-    """Ours, then the peers ``"bare"``, ``"ddp"`` and ``"watched"`` in the order given.
+    """Ours, then the peers ``"bare"``, ``"cores"``, ``"ddp"``, ``"watched"`` in the order given.
 
     Each of our processes has equally many devices, one per replica. torch DDP gets as many
-    processes as there are replicas, each with the device of one.
+    processes as there are replicas, each with the device of one. ``"cores"`` is the bare module
+    with all usable cores as intra-op threads.
     """
     of_replicas = [device for each in devices for device in each]
     task = dataclasses.replace(task, replicas=len(of_replicas))
     name = "our DDP" if task.wrapper == "ddp" else "DataParallel"
     title = f"{name} {len(devices)}x{len(devices[0])}"
     alone = [[device] for device in of_replicas]
+    whole = dataclasses.replace(task, threads=usable_cores())
     known = {
         "watched": team_of(task, "watched", devices, "watched", f"{title}, watched"),
         "bare": team_of(task, "bare", alone[:1], "bare", "bare module"),
+        "cores": team_of(whole, "bare", alone[:1], "cores", f"bare, {whole.threads} threads"),
         "ddp": team_of(task, "ddp", alone, "ddp", f"torch DDP {len(alone)}x1"),
     }
     ours = team_of(task, "ours", devices, "ours", title)

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataparallel.tools.bench.harness import Spread, Tell
+from dataparallel.tools.doctor.check import usable_cores
 
 #: What changes speed or memory without being seen in the command. Idle threads that spin, for
 #: one, decide much where other programs use the cores too.
@@ -97,9 +98,7 @@ def environment(command: str = "dataparallel") -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cpus": usable_cores(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_TELLING)},
     }
 

@@ -33,7 +33,7 @@ from dataparallel.tools.bench.trainer import TrainTask
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    peers = arguments.peers or (["bare"] if _any_virtual(arguments.devices) else ["bare", "ddp"])
+    peers = arguments.peers or _default_peers(arguments.devices)
     _check(arguments, peers)
     results: dict[str, list[Row]] = {}
     records: list[dict[str, Any]] = []
@@ -55,6 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         content["comparisons"] = [dataclasses.asdict(each) for each in comparisons]
         write_json(arguments.json, content)
     return int(not all(row.agrees for rows in results.values() for row in rows))
+
+
+def _default_peers(names: Sequence[str]) -> list[str]:
+    if _any_virtual(names):
+        return ["bare"]
+    return ["bare", "cores", "ddp"] if set(names) == {"cpu"} else ["bare", "ddp"]
 
 
 def _any_virtual(devices: Sequence[str]) -> bool:
@@ -122,7 +128,8 @@ def _notes(arguments: argparse.Namespace) -> list[str]:
         "replicas",
         "speed-up: time of the bare module / this; ours/this: time of ours / this; means over "
         "cases are geometric",
-        f"intra-op threads: {arguments.threads_per_replica} per replica, and for the bare module",
+        f"intra-op threads: {arguments.threads_per_replica} per replica, and for the bare module "
+        "where no number is named",
         "gradient_as_bucket_view: torch DDP on, ours on with several processes; static_graph off; "
         f"{arguments.optimizer}",
         "MiB: peak of all processes of a contestant beyond the level before its model",

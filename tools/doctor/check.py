@@ -68,7 +68,8 @@ def _python_header() -> str | None:
     return str(path) if path.exists() else None
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Number of processors on which this process may run."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -97,4 +98,4 @@ class Probe:
     environment: Callable[[str], str | None] = os.environ.get
     python: str = field(default_factory=platform.python_version)
     python_header: Callable[[], str | None] = _python_header
-    cores: Callable[[], int] = _usable_cores
+    cores: Callable[[], int] = usable_cores
