@@ -16,7 +16,7 @@ any case, and sparse tensors are added as torch adds them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +33,8 @@ DEFAULT_BUFFER_SIZE = 10485760
 #: and costs two more passes over its memory; from this size on the passes are what costs more.
 LARGE_BYTES = 256 * 2**10
 
-_place = attrgetter("device", "layout")
+_device, _layout = attrgetter("device"), attrgetter("layout")
+_dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 
 # --- one copy ------------------------------------------------------------------------------------
 
@@ -105,13 +106,22 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
 # --- flat buffers --------------------------------------------------------------------------------
 
 
-def _plan_groups(
-    columns: Mapping[int, Sequence[torch.Tensor]], buffer_size: int
-) -> list[list[int]]:
+def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> list[list[int]]:
     """Which columns share a buffer, by their first tensors; those that gain nothing are alone."""
-    alone = {i for i, c in columns.items() if not all(_is_packable(t, c[0]) for t in c)}
-    firsts = ((i, column[0]) for i, column in columns.items())
-    return [group.indices for group in fill(firsts, [buffer_size], alone)]
+    first, every = rows[0], list(itertools.chain(*rows))
+    # At the speed of C, since mostly it is so.
+    if {torch.strided}.issuperset(map(_layout, every)) and all(
+        map(torch.Tensor.is_contiguous, every)
+    ):
+        sizes = list(map(_nbytes, first))
+        alone = {i for i, size in enumerate(sizes) if size >= LARGE_BYTES}
+        small = [i for i in range(len(first)) if i not in alone]
+        if sum(map(sizes.__getitem__, small)) < buffer_size and len(set(map(_dtype, first))) == 1:
+            return [*[[i] for i in sorted(alone)], *([small] if small else [])]
+    else:
+        columns = enumerate(zip(*rows, strict=True))
+        alone = {i for i, column in columns if not all(_is_packable(t, column[0]) for t in column)}
+    return [group.indices for group in fill(enumerate(first), [buffer_size], alone)]
 
 
 def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
@@ -127,14 +137,14 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in a flat buffer, laid out as some others: they share its memory."""
-    tensors = []
-    offset = flat.storage_offset()
-    for like in likes:
-        # Views of one buffer share its version counter: a change of one parameter would count as a
-        # change of all. They are disjoint, and nobody gets the buffer: each has its own (`.data`).
-        tensors.append(flat.as_strided(like.shape, like.stride(), offset).data)
-        offset += like.numel()
-    return tensors
+    sizes = [like.numel() for like in likes]
+    offsets = itertools.accumulate(sizes, initial=int(flat.storage_offset()))
+    # Views of one buffer share its version counter: a change of one parameter would count as a
+    # change of all. They are disjoint, and nobody gets the buffer: each has its own (`.data`).
+    return [
+        flat.as_strided(like.shape, like.stride(), offset).data
+        for like, offset in zip(likes, offsets, strict=False)
+    ]
 
 
 # --- broadcast -----------------------------------------------------------------------------------
@@ -206,8 +216,7 @@ def copies_of(
     sources = [tensor.detach() for tensor in tensors]
     on = {slot: list(sources) for slot in slots}
     away = [slot for slot in on if sources and slot != sources[0].device]
-    columns = {i: [source] for i, source in enumerate(sources)} if away else {}
-    for members in _plan_groups(columns, buffer_size):
+    for members in _plan_groups([sources], buffer_size) if away else ():
         group = [sources[i] for i in members]
         flat = _pack(group) if len(group) > 1 else group[0]
         for slot in away:
@@ -299,13 +308,16 @@ def sums_of(
     ``in_place`` a dense sum is written over the first term of its column if that is on the device.
     """
     every = list(itertools.chain(*rows))
-    # At the speed of C, since mostly it is so: there are plain tensors of the device, all dense.
+    # At the speed of C, since mostly it is so: each row has plain tensors of one device, all dense.
     if (
         len(rows) > 1
         and {torch.Tensor}.issuperset(map(type, every))
-        and {(target, torch.strided)}.issuperset(map(_place, every))
+        and {torch.strided}.issuperset(map(_layout, every))
     ):
-        return _add(rows, target, in_place)
+        if {target}.issuperset(map(_device, every)):
+            return _add(rows, target, in_place)
+        if all([len(set(map(_device, row))) == 1 for row in rows]):
+            return _add_packed(rows, target, in_place, buffer_size)
     columns = list(zip(*rows, strict=True))
     sums: list[torch.Tensor | None] = [None] * len(columns)
     # What is added in one call is on the same devices in each row.
@@ -327,19 +339,13 @@ def sums_of(
         elif terms:
             sums[i] = _only(terms[0], target, kept)
     for (alone, *places), given in together.items():
-        # Small ones are copied together.
-        apart = any(map(target.__ne__, places))
-        for members in _plan_groups(given, buffer_size) if apart else [list(given)]:
-            group = [given[i] for i in members]
-            if apart and len(group) > 1:
-                flat = [_pack(row) for row in zip(*group, strict=True)]
-                # What was packed is nobody's yet.
-                (total,) = _add([[part] for part in flat], target, in_place=True)
-                totals = _unpack(total, [column[0] for column in group])
-            else:
-                totals = _add(list(zip(*group, strict=True)), target, in_place and alone < 0)
-            for i, total in zip(members, totals, strict=True):
-                sums[i] = total
+        group, over = list(zip(*given.values(), strict=True)), in_place and alone < 0
+        if {target}.issuperset(places):
+            totals = _add(group, target, over)
+        else:
+            totals = _add_packed(group, target, over, buffer_size)
+        for i, total in zip(given, totals, strict=True):
+            sums[i] = total
     return sums
 
 
@@ -353,6 +359,24 @@ def _only(term: torch.Tensor, target: torch.device, kept: set[int]) -> torch.Ten
         term = term.clone() if memory in kept else term
         kept.add(memory)
     return term
+
+
+def _add_packed(
+    rows: Sequence[Sequence[torch.Tensor]], target: torch.device, in_place: bool, buffer_size: int
+) -> list[Any]:
+    """As :func:`_add`, where terms have to be copied: small ones together."""
+    sums: list[torch.Tensor | None] = [None] * len(rows[0])
+    for members in _plan_groups(rows, buffer_size):
+        group = [[row[i] for i in members] for row in rows]
+        if len(members) > 1:
+            # What was packed is nobody's yet.
+            (total,) = _add([[_pack(row)] for row in group], target, in_place=True)
+            totals = _unpack(total, group[0])
+        else:
+            totals = _add(group, target, in_place)
+        for i, total in zip(members, totals, strict=True):
+            sums[i] = total
+    return sums
 
 
 def _add(
