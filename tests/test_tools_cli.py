@@ -20,7 +20,7 @@ from dataparallel.tools import arguments, cli, completion
 from dataparallel.tools.extras import needs_extra
 from tests.monitor.cases import make_sample, write_recording
 
-COMMANDS = ("doctor", "bench", "bench train", "completion", "monitor")
+COMMANDS = ("doctor", "bench", "bench train", "bench scaling", "completion", "monitor")
 PARTS = ("top", "record", "plot", "report", "serve")
 
 
@@ -62,6 +62,10 @@ def test_a_group_alone_prints_its_help(
         ("bench train --cases mlp,rnn", "got 'rnn', but there are: mlp, wide, deep, transformer"),
         ("bench train --devices ,", "one device per replica, for example cpu,cpu"),
         ("bench train --rounds 1.5", "'1.5' is not a whole number of at least 1"),
+        ("bench scaling --replicas 1,0", "'0' is not a whole number of at least 1"),
+        ("bench scaling --link local=pcie", "'local=pcie' is no link: pass local=SPEED or proc"),
+        ("bench scaling --link processes=0GB/s,1us", "'processes=0GB/s,1us' is no link"),
+        ("bench scaling --link there=pcie4", "'there=pcie4' is no link"),
     ],
 )
 def test_what_means_nothing_is_refused(

@@ -137,3 +137,8 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Convert a list such as ``1,2,4`` of whole numbers of at least 1."""
+    return [count(part.strip()) for part in text.split(",")]

@@ -5,8 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.arguments import add_command, count, device_names, late, names_in
+from dataparallel.tools.arguments import (
+    above_zero,
+    add_command,
+    count,
+    counts,
+    device_names,
+    late,
+    names_in,
+)
 from dataparallel.tools.bench.cases import CASES
+from dataparallel.tools.bench.projection import LINKS, parse_link
 
 if TYPE_CHECKING:
     import argparse
@@ -20,10 +29,16 @@ def add_to(commands: Subparsers) -> None:
         commands,
         "bench",
         summary="Measure speed and memory beside a peer, interleaved in one run.",
-        examples=["dataparallel bench train --help"],
+        examples=["dataparallel bench train --help", "dataparallel bench scaling --help"],
     )
+    subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
+    _add_train(subjects)
+    _add_scaling(subjects)
+
+
+def _add_train(subjects: Subparsers) -> None:
     parser = add_command(
-        parser.add_subparsers(title="subjects", metavar="SUBJECT"),
+        subjects,
         "train",
         summary="Step time and peak memory beside the bare module and torch DDP.",
         examples=[
@@ -47,12 +62,48 @@ def add_to(commands: Subparsers) -> None:
     add_rounds(parser)
 
 
-def add_rounds(parser: argparse.ArgumentParser) -> None:
+def _add_scaling(subjects: Subparsers) -> None:
+    name = "dataparallel.tools.bench.scaling"
+    parser = add_command(
+        subjects,
+        "scaling",
+        summary="Project the step time of P processes x R replicas from costs measured here.",
+        examples=[
+            "dataparallel bench scaling --cases mlp",
+            "dataparallel bench scaling --device 0 --link local=nvlink4 --link processes=400gbe",
+            "dataparallel bench scaling --processes 1,2,64 --link processes=12.5GB/s,10us",
+            "dataparallel bench scaling --cases mlp,deep --check",
+        ],
+        run=late(lambda: importlib.import_module(name), extra="tools"),
+    )
+    add = parser.add_argument
+    add("--cases", type=names_in(list(CASES)), default=list(CASES), metavar="LIST",
+        help=f"models to measure; default: {','.join(CASES)}")  # fmt: skip
+    add("--samples", type=count, default=None, metavar="N",
+        help="of each replica; default: half of the batch of bench train")  # fmt: skip
+    add("--device", default="cpu", metavar="DEVICE",
+        help="where one replica is measured; default: cpu")  # fmt: skip
+    add("--processes", type=counts, default=[1, 2, 4, 8, 64], metavar="LIST",
+        help="default: 1,2,4,8,64, each on a machine like this one")  # fmt: skip
+    add("--replicas", type=counts, default=[1, 2, 4, 8], metavar="LIST",
+        help="of each process; default: 1,2,4,8")  # fmt: skip
+    add("--link", type=parse_link, action="append", default=[], metavar="PLACE=SPEED",
+        help="PLACE: local (between the devices of a process; default: pcie4) or processes "
+        f"(default: 100gbe). SPEED: figures such as 12.5GB/s,10us, or {', '.join(LINKS)}: the "
+        "bandwidth of the data sheet in one direction, with an assumed latency")  # fmt: skip
+    add("--bucket-cap-mb", type=above_zero, default=None, metavar="MIB",
+        help="as the wrapper's; default: its own")  # fmt: skip
+    add("--check", action="store_true",
+        help="measure 1x1, 1x2, 2x1 and 2x2 on this CPU, too, and show the error")  # fmt: skip
+    add_rounds(parser, steps="10")
+
+
+def add_rounds(parser: argparse.ArgumentParser, steps: str = "about half a second's worth") -> None:
     """The options that all benchmarks have, those of developers too."""
     add = parser.add_argument
     add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
     add("--steps", type=count, default=None, metavar="N",
-        help="repetitions per turn; default: about half a second's worth")  # fmt: skip
+        help=f"repetitions per turn; default: {steps}")  # fmt: skip
     add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
 
 

@@ -34,6 +34,7 @@ class TrainTask(Task):
         batch: Number of samples of the whole batch; a multiple of ``replicas``.
         loss: Whether ours takes the loss of the gathered output or of each replica.
         optimizer: Which of torch's.
+        bucket_cap_mb: Size limit of a bucket. Default: the wrapper's own.
     """
 
     module: ClassVar[str] = __name__
@@ -42,6 +43,7 @@ class TrainTask(Task):
     batch: int
     loss: Literal["gathered", "replicas"] = "gathered"
     optimizer: Optimizer = "sgd"
+    bucket_cap_mb: float | None = None
 
 
 def begin(task: dict[str, Any]) -> Trainer:
@@ -70,7 +72,7 @@ class Trainer:
         self.memory = MemoryGauge(self.seat.slots)
         torch.manual_seed(1)
         self.module = case.build().to(self.seat.device)
-        self.model = self.seat.wrap(self.module)
+        self.model = self.seat.wrap(self.module, task.bucket_cap_mb)
         self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
         if task.kind == "watched" and isinstance(self.model, DataParallel):
             # For as long as the process lives; somebody may look at it meanwhile.

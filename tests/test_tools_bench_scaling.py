@@ -1,0 +1,180 @@
+"""`dataparallel bench scaling`: the model, what it takes from measurements, and a small run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataparallel.tools import cli
+from dataparallel.tools.bench import scaling
+from dataparallel.tools.bench.costs import LARGE, SMALL
+from dataparallel.tools.bench.harness import Contestant, Outcome
+from dataparallel.tools.bench.projection import (
+    INSTANT,
+    LINKS,
+    Bucket,
+    Costs,
+    Link,
+    explain,
+    parse_link,
+    project,
+)
+
+COSTS = Costs(
+    forward=10.0,
+    backward=20.0,
+    optimizer=2.0,
+    interpreter=4.0,
+    own=1.0,
+    own_replica=3.0,
+    own_process=5.0,
+    own_bucket=0.5,
+    sum_per_byte=0.01,
+    pack_per_byte=0.02,
+    moved=1000,
+    alone=[Bucket(400, 1.0)],
+    across=[Bucket(100, 0.25), Bucket(300, 1.0)],
+    cores=None,
+)
+SPEEDS = {"local": Link(100.0, 0.5), "processes": Link(200.0, 0.1)}
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "seconds", "limit"),
+    [
+        ((1, 1), None, 1 + 10 + 20 + 2, "devices"),
+        # own, copies, forward, backward, the sum of the bucket, optimizer.
+        ((1, 2), None, 4.5 + 10.5 + 10 + 20 + 8.5 + 2, "devices"),
+        # Five replicas wait for Python, which takes 20.
+        ((1, 5), None, 13.5 + 42 + 20 + 20 + 34 + 2, "link"),
+        # The first bucket leaves at 5 and has come at 7.7, the other one takes 7.7 from 20 on.
+        ((2, 1), None, 7 + 10 + 27.7 + 2, "devices"),
+        # Sums of 2.5 and 6.5; all is ready at 29, and the first bucket has long come.
+        ((2, 2), None, 10 + 10.5 + 10 + 29 + 7.7 + 2, "link"),
+        # Replicas share memory and have a core each.
+        ((1, 2), 2, 4.5 + 10 + 20 + 4 + 2, "devices"),
+        # Two replicas per core.
+        ((1, 4), 2, 10.5 + 20 + 40 + 12 + 2, "devices"),
+        # No core is free, so that nothing overlaps; and with one more core.
+        ((2, 1), 1, 7 + 10 + 20 + 2.7 + 7.7 + 2, "devices"),
+        ((2, 1), 2, 7 + 10 + 27.7 + 2, "devices"),
+    ],
+)
+def test_the_model_by_hand(
+    size: tuple[int, int], cores: int | None, seconds: float, limit: str
+) -> None:
+    found = project(dataclasses.replace(COSTS, cores=cores), *size, SPEEDS)
+    assert (found.processes, found.replicas) == size
+    assert found.seconds == pytest.approx(seconds) and found.limit == limit
+    assert found.efficiency == pytest.approx(33 / seconds)
+
+
+def test_what_takes_the_most_limits() -> None:
+    slow = dataclasses.replace(COSTS, interpreter=9.0, own=30.0)
+    assert project(slow, 1, 1, SPEEDS).limit == "host"
+    assert project(COSTS, 2, 1, {**SPEEDS, "processes": Link(5.0, 0.1)}).limit == "link"
+
+
+costs = st.floats(0.001, 10.0)
+links = st.builds(Link, st.floats(1.0, 1e4), costs)
+buckets = st.lists(st.builds(Bucket, st.integers(1, 1000), st.floats(0.0, 1.0)), min_size=1)
+measured = st.builds(
+    Costs,
+    **dict.fromkeys(
+        ["forward", "backward", "optimizer", "interpreter", "own", "own_replica", "own_process"],
+        costs,
+    ),
+    **dict.fromkeys(["own_bucket", "sum_per_byte", "pack_per_byte"], costs),
+    moved=st.integers(0, 1000),
+    alone=buckets,
+    across=buckets,
+    cores=st.sampled_from([None, 1, 2, 8]),
+)
+few = st.integers(1, 9)
+
+
+@given(measured, few, few, links, links, st.floats(1.0, 10.0))
+def test_properties_of_the_model(
+    own: Costs, processes: int, replicas: int, local: Link, between: Link, faster: float
+) -> None:
+    def seconds(local: Link, between: Link, overlaps: bool = True) -> float:
+        speeds = {"local": local, "processes": between}
+        return project(own, processes, replicas, speeds, overlaps=overlaps).seconds
+
+    before = seconds(local, between)
+    slack = 1e-9 * before
+    # More bandwidth, or more overlap, never makes a step slower.
+    assert seconds(Link(local.bandwidth * faster, local.latency), between) <= before + slack
+    assert seconds(local, Link(between.bandwidth * faster, between.latency)) <= before + slack
+    assert before <= seconds(local, between, overlaps=False) + slack
+    # One process has no link to others; one replica, or replicas in one memory, no local one.
+    if processes == 1:
+        assert seconds(local, INSTANT) == before
+    if replicas == 1 or own.cores:
+        assert seconds(INSTANT, between) == before
+    # Over links that take no time, without sums and the package's own costs, only compute is left.
+    names = ["own", "own_replica", "own_process", "own_bucket", "sum_per_byte", "pack_per_byte"]
+    none: dict[str, Any] = dict.fromkeys(names, 0.0)
+    ideal = dataclasses.replace(own, **none)
+    found = project(ideal, processes, replicas, {"local": INSTANT, "processes": INSTANT})
+    share = max(1.0, replicas / (own.cores or replicas))
+    forward = max(own.forward * share, replicas * own.interpreter)
+    assert found.seconds == pytest.approx(forward + own.backward * share + own.optimizer)
+    assert found.limit != "link"
+
+
+def test_the_explanation_has_the_numbers_and_links_have_names() -> None:
+    text = explain(COSTS, SPEEDS)
+    for part in ("1e+04 * busy, R * 4e+03)", "(R-1) * (500 + 0.000954 MiB * 1.05e+07)", "at 25%"):
+        assert part in text
+    assert "if R < 2 cores" in explain(dataclasses.replace(COSTS, cores=2), SPEEDS)
+    assert parse_link("local=nvlink4") == ("local", LINKS["nvlink4"])
+    place, link = parse_link("processes=12.5GB/s,10us")
+    assert (place, str(link)) == ("processes", "12.5GB/s,10us")
+
+
+def test_costs_are_differences_of_what_was_measured() -> None:
+    took = {"forward": 10, "backward": 20, "optimizer": 2, "interpreter": 40, "sum": 6, "pack": 3}
+    took |= {"probe forward": 1, "probe 0": 5, "probe 1": 7, "probe 2": 12, "probe buckets": 13}
+    told = {"bytes": [2 * 2**20, 2**20], "ready": [0.9, 0.25], "batch": 100}
+    who = Contestant("x", "x", ())
+    alone = Outcome(who, [told], {name: (float(each),) for name, each in took.items()}, [])
+    over = {"small": (1.5,), "large": (1.5 + LARGE - SMALL,), "probe 1": (9.0,)}
+    between = Outcome(who, [], over, [])
+    assert scaling.link_of(between) == Link(1.0, 0.0)
+    found = scaling.costs_of(alone, between, None, 4)
+    assert (found.interpreter, found.own, found.own_replica) == (10.0, 2.0, 4.0)
+    assert (found.own_process, found.own_bucket, found.cores) == (0.5, 1.0, 4)
+    assert found.sum_per_byte == 2 * found.pack_per_byte == 6 / (3 * 2**20)
+    assert found.alone == [Bucket(3 * 2**20, 0.9)]
+    # The first bucket is full with 1 MiB; the last gradient to come is in the other one.
+    assert found.across == [Bucket(2**20, 0.25), Bucket(2 * 2**20, 0.9)]
+    assert scaling.costs_of(alone, between, 0.5, None).alone == found.across
+    assert scaling.costs_of(alone, between, None, None).moved == 3 * 2**20 + 100
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_small_run(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "_CHECKED", ((1, 1), (2, 1)))
+    target = tmp_path / "results.json"
+    words = "bench scaling --cases conv --samples 1 --rounds 1 --steps 1 --check --replicas 1,2"
+    assert cli.main([*words.split(), "--processes", "1,64", "--json", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("conv, 1 samples per replica\nstep     = own + copies")
+    assert text.count("64x2") == 1 and "error: projected / measured - 1" in text
+    (case,) = json.loads(target.read_text())["cases"]
+    sizes = [(each["processes"], each["replicas"]) for each in case["projections"]]
+    assert sizes == [(1, 1), (1, 2), (64, 1), (64, 2)] and len(case["checks"]) == 2
+    for check in case["checks"]:
+        ratio = check["projection"]["seconds"] / check["measured"]["median"]
+        assert check["error"] == pytest.approx(ratio - 1)
+    assert cli.main(["bench", "scaling", "--check", "--device", "virtual:0"]) == 2
+    assert "--check is for CPU replicas, but" in capsys.readouterr().err
