@@ -233,6 +233,10 @@ marking_views = (_private("torch.ops.aten._conj"), _private("torch.ops.aten._neg
 #: A tensor of a class, with the values of another and a history of its own; how torch makes a
 #: ``Parameter`` of a subclass.
 make_subclass: Callable[[Any, torch.Tensor, bool], Any] = _private("torch.Tensor._make_subclass")
+#: One flat tensor with the elements of several, without an object of Python for each of them.
+flatten_dense_tensors: Callable[[Sequence[torch.Tensor]], torch.Tensor] = _private(
+    "torch._C._nn.flatten_dense_tensors"
+)
 #: A tensor of a class without memory of its own, which handles all operators itself.
 make_wrapper_subclass: Callable[..., Any] = _private("torch.Tensor._make_wrapper_subclass")
 #: Have C++ that asks a tensor for its memory get an error instead of a null pointer.

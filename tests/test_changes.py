@@ -175,6 +175,32 @@ def test_a_write_beside_a_sparse_tensor() -> None:
             assert_current(model, net, x)
 
 
+# --- what it costs ---------------------------------------------------------------------------
+
+
+@WRAPPERS
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_copies_as_often_however_many_layers_there_are(
+    wrapper: Wrapper, frozen: bool
+) -> None:
+    counts = set()
+    for num_layers in (4, 12):
+        module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_layers)]).to(DEVICES[0])
+        module[1].requires_grad_(not frozen)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        model, x = wrapper(module, DEVICES), torch.randn(4, 3, device=DEVICES[0])
+        for _ in range(5):
+            virtual.reset_counters()
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            counted = virtual.counters()["copies_device_to_device"]
+            optimizer.step()
+        assert_current(model, module, x)
+        counts.add(counted)
+    # A chunk there; parameters; an output, and gradients of outputs and of parameters.
+    assert counts == {5}
+
+
 # --- writes that leave no trace, once the host does not wait any more ------------------------
 
 

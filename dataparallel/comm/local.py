@@ -26,7 +26,7 @@ from dataparallel import devices as _devices
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.errors import listed
 from dataparallel.kernels.memory import is_dense, lie_alike, wide
-from dataparallel.torch_internals import foreach_add, foreach_add_
+from dataparallel.torch_internals import flatten_dense_tensors, foreach_add, foreach_add_
 
 DEFAULT_BUFFER_SIZE = 10485760
 #: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
@@ -130,8 +130,10 @@ def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
     return is_small and is_dense(tensor) and lie_alike(tensor, like)
 
 
-def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor with the elements of some, in the order in which they lie in memory."""
+    if all(map(torch.Tensor.is_contiguous, tensors)):
+        return flatten_dense_tensors(tensors)
     return torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors])
 
 
@@ -218,7 +220,7 @@ def copies_of(
     away = [slot for slot in on if sources and slot != sources[0].device]
     for members in _plan_groups([sources], buffer_size) if away else ():
         group = [sources[i] for i in members]
-        flat = _pack(group) if len(group) > 1 else group[0]
+        flat = pack(group) if len(group) > 1 else group[0]
         for slot in away:
             copy = copy_to(flat, slot)
             parts = _unpack(copy, group) if len(group) > 1 else [copy]
@@ -370,7 +372,7 @@ def _add_packed(
         group = [[row[i] for i in members] for row in rows]
         if len(members) > 1:
             # What was packed is nobody's yet.
-            (total,) = _add([[_pack(row)] for row in group], target, in_place=True)
+            (total,) = _add([[pack(row)] for row in group], target, in_place=True)
             totals = _unpack(total, group[0])
         else:
             totals = _add(group, target, in_place)

@@ -34,8 +34,8 @@ import itertools
 import threading
 import types
 import warnings
-from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter, eq, is_, ne
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -45,9 +45,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-import dataparallel.comm as comm
 from dataparallel import devices, torch_internals
 from dataparallel.comm.checksum import checksum
+from dataparallel.comm.local import copies_of, pack
 
 #: Which slots use the same memory. ``"device"``: all slots on one device, those on the originals'
 #: device the originals themselves. ``"first"``: only the first slot on the originals' device uses
@@ -83,34 +83,67 @@ register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
 register_optimizer_step_post_hook(_note_step)
 
 
+#: What the originals were, in three columns: themselves, how often written, steps of optimizers.
+_Traces: TypeAlias = tuple[list[Any], list[int], list[tuple[int, int]]]
+
+
 class _Place:
     """The copies in one memory, and what the originals were when they were made."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.device, self.copies = device, [None] * count  # type: torch.device, list[Any]
-        self._traces: list[Any] = [None] * count
-        self._versions = [0] * count
+        self._versions: list[int] = []
+        # Which of them lie in one piece of memory, in this order, and that.
+        self._flats: list[tuple[list[int], torch.Tensor]] = []
+        self.forget()
 
     def forget(self) -> None:
         """Let all copies be stale."""
-        self._traces = [None] * len(self.copies)
+        self._traces: Any = tuple([None] * len(self.copies) for _ in range(3))
 
-    def stale(self, traces: Sequence[Any]) -> set[int]:
+    def stale(self, traces: _Traces) -> set[int]:
         """Which copies are of other originals than those with these traces."""
-        if self._traces == traces:
-            return set()
-        pairs = zip(traces, self._traces, strict=True)
-        return {i for i, (now, before) in enumerate(pairs) if before != now}
+        return set().union(*map(_different, traces, self._traces))
 
     def written(self) -> set[int]:
         """Which copies somebody wrote, as batch norm does with the buffers of its replica."""
-        pairs = zip(self.copies, self._versions, strict=True)
-        return {i for i, (copy, v) in enumerate(pairs) if copy is not None and copy._version != v}
+        now = list(map(_version, self.copies)) if self._versions else []
+        return set(_different(now, self._versions))
 
-    def keep(self, index: int, copy: torch.Tensor, trace: Any) -> None:
-        """A copy that was made or written just now."""
-        self.copies[index], self._traces[index] = copy, trace
-        self._versions[index] = copy._version
+    def write(self, indices: list[int], originals: Sequence[torch.Tensor], traces: _Traces) -> None:
+        """Write copies anew: those that lie in one piece together, if all of them are due."""
+        left = dict(zip(indices, originals, strict=True))
+        # They may be laid out in another way now.
+        for members, flat in self._flats if traces[0] == self._traces[0] else ():
+            if left.keys() >= set(members):
+                flat.copy_(pack([left.pop(i) for i in members]), non_blocking=True)
+                torch.autograd.graph.increment_version([self.copies[i] for i in members])
+        if left:
+            copies = [self.copies[i] for i in left]
+            torch_internals.foreach_copy_(copies, [o.detach() for o in left.values()])
+
+    def keep(self, indices: list[int], copies: list[Any], traces: _Traces) -> None:
+        """Copies that were made or written just now."""
+        if len(indices) == len(self.copies):
+            self.copies, self._traces = copies, tuple(map(list, traces))
+            self._versions = list(map(_version, copies))
+            return
+        for i, copy in zip(indices, copies, strict=True):
+            self.copies[i], self._versions[i] = copy, copy._version
+            for column, now in enumerate(traces):
+                self._traces[column][i] = now[i]
+
+    def find_flats(self) -> None:
+        """Find out which copies lie in one piece of memory, now that all are made for good."""
+        found: dict[int, list[int]] = {}
+        for i, copy in enumerate(self.copies):
+            if copy.layout == torch.strided:
+                found.setdefault(copy.untyped_storage().data_ptr(), []).append(i)
+        for members in found.values():
+            if len(members) > 1:
+                size = sum(self.copies[i].numel() for i in members)
+                flat = self.copies[members[0]].detach().as_strided((size,), (1,), 0)
+                self._flats.append((members, flat))
 
 
 class Values:
@@ -135,6 +168,7 @@ class Values:
         self._devices, self._sharing = tuple(devices), sharing
         self._dtype, self._in_place = dtype, in_place
         self._originals: list[torch.Tensor] = []
+        self._states = States([])
         # Per slot its copies, None where it uses the originals.
         self._places: list[_Place | None] = [None] * len(devices)
         self._used: list[_Place] = []
@@ -156,6 +190,7 @@ class Values:
             self._originals = list(tensors)
             self._places = self._make_places() if tensors else [None] * len(self._devices)
             self._used = list(filter(None, dict.fromkeys(self._places)))
+            self._states = States(self._originals if self._used else [])
             self._answer = None
         slots = self._places[:num_slots]
         self._current = places = list(filter(None, dict.fromkeys(slots)))
@@ -170,7 +205,9 @@ class Values:
             if same and self._differ(places[0], same, traces, now=now):
                 stale = [everything] * len(places)
             self._copy(places, stale, traces)
-        self._found = versions(self._originals), steps_of(self._originals)
+            self._found = traces[1:]
+        else:
+            self._found = versions(self._originals), steps_of(self._originals)
         return [list(tensors if place is None else place.copies) for place in slots]
 
     def carry(self) -> None:
@@ -221,37 +258,36 @@ class Values:
                 places.append(_Place(home if alone else device, len(self._originals)))
         return places
 
-    def _traces(self) -> list[Any]:
+    def _traces(self) -> _Traces:
         """What is equal, tensor by tensor, as long as nothing has left a trace of changing it."""
         originals = self._originals
-        return list(zip(states(originals), versions(originals), steps_of(originals), strict=True))
+        return self._states.now(), versions(originals), steps_of(originals)
 
-    def _copy(
-        self, places: Sequence[_Place], stale: Sequence[set[int]], traces: Sequence[Any]
-    ) -> None:
+    def _copy(self, places: Sequence[_Place], stale: Sequence[set[int]], traces: _Traces) -> None:
         indices = sorted(set().union(*stale))
         if not indices:
             return
-        self._reference = None
+        if not set(indices).isdisjoint(self._compared):
+            self._reference = None
         due = [place for place, some in zip(places, stale, strict=True) if some]
         originals = [self._originals[i] for i in indices]
+        is_there = self._in_place and due[0].copies[indices[0]] is not None
         # Made in inference mode a copy could never take part in training afterwards.
         with torch.inference_mode(False), torch.no_grad():
-            if self._in_place and due[0].copies[indices[0]] is not None:
+            if is_there:
                 made = [[place.copies[i] for i in indices] for place in due]
-                for copies in made:
-                    torch_internals.foreach_copy_(copies, [o.detach() for o in originals])
+                for place in due:
+                    place.write(indices, originals, traces)
             else:
                 made = _copies(originals, [place.device for place in due], self._dtype)
             for place, copies in zip(due, made, strict=True):
-                for i, copy in zip(indices, copies, strict=True):
-                    place.keep(i, copy, traces[i])
+                place.keep(indices, copies, traces)
+                if self._in_place and not is_there and place.device != originals[0].device:
+                    place.find_flats()
 
     # --- writes that leave no trace --------------------------------------------------------------
 
-    def _differ(
-        self, place: _Place, indices: list[int], traces: Sequence[Any], *, now: bool
-    ) -> bool:
+    def _differ(self, place: _Place, indices: list[int], traces: _Traces, *, now: bool) -> bool:
         """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
         if self._answer is not None and not now:
             return False
@@ -306,7 +342,7 @@ class ReplicaParameters:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._originals = list(originals)
-        self._states, self._layouts = states(originals), list(map(_layout, originals))
+        self._states, self._layouts = States(self._originals), list(map(_layout, originals))
         #: What the leaves are filled with.
         self.values = Values(devices, dtype=dtype, in_place=True)
         #: Per replica its leaves, in the order of the originals.
@@ -321,13 +357,12 @@ class ReplicaParameters:
 
     def follow(self) -> bool:
         """Let the leaves be what the originals are now: frozen or not, and in the same memory."""
-        now = states(self._originals)
-        if now == self._states:
+        before = self._states.entries
+        if self._states.now() == before:
             return True
         if list(map(_layout, self._originals)) != self._layouts:
             return False
         values = self.values.update(self._originals, len(self.rows))
-        self._states = now
         for leaves, replica in zip(self.rows, values, strict=True):
             for leaf, value, original in zip(leaves, replica, self._originals, strict=True):
                 leaf.requires_grad_(original.requires_grad)
@@ -342,6 +377,11 @@ class ReplicaParameters:
 def _is_elsewhere(step: tuple[int, int]) -> bool:
     """Whether another thread is in the middle of a step."""
     return step[1] not in (0, threading.get_ident())
+
+
+def _different(some: Iterable[Any], others: Iterable[Any]) -> Iterator[int]:
+    """Where two sequences differ."""
+    return itertools.compress(itertools.count(), map(ne, some, others))
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -360,19 +400,48 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def states(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Per tensor, what changes when it does, other than its values."""
-    try:
-        where: list[Any] = list(map(torch.Tensor.data_ptr, tensors))
-        where = list(zip(where, map(torch.Tensor.stride, tensors), strict=True))
-    except RuntimeError:
-        # A sparse tensor has no address, and no checksum: it counts as changed each time.
-        where = [
-            (tensor.data_ptr(), tensor.stride()) if tensor.layout == torch.strided else object()
-            for tensor in tensors
-        ]
-    attributes = map(_attributes, tensors) if any(map(vars, tensors)) else itertools.repeat(None)
-    return list(zip(map(_kind, tensors), where, attributes, strict=False))
+class States:
+    """What tensors are, other than their values; to see that nothing has changed takes C alone."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._take()
+
+    def _take(self) -> None:
+        tensors = self._tensors
+        try:
+            self._addresses: list[Any] = list(map(torch.Tensor.data_ptr, tensors))
+            self._strides: list[Any] = list(map(torch.Tensor.stride, tensors))
+        except RuntimeError:
+            # A sparse tensor has no address, and no checksum: it counts as changed each time.
+            dense = [tensor.layout == torch.strided for tensor in tensors]
+            pairs = list(zip(tensors, dense, strict=True))
+            self._addresses = [t.data_ptr() if is_dense else object() for t, is_dense in pairs]
+            self._strides = [t.stride() if is_dense else () for t, is_dense in pairs]
+        self._kinds, self._attributes = list(map(_kind, tensors)), any(map(vars, tensors))
+        attributes = map(_attributes, tensors) if self._attributes else itertools.repeat(None)
+        #: Per tensor what is equal as long as it has not changed.
+        self.entries = list(
+            zip(self._kinds, self._addresses, self._strides, attributes, strict=False)
+        )
+
+    def now(self) -> list[Any]:
+        """The entries of now; the same list where nothing has changed."""
+        tensors = self._tensors
+        try:
+            # One object at a time: hundreds that live side by side would call the collector.
+            is_same = (
+                not self._attributes
+                and not any(map(vars, tensors))
+                and list(map(torch.Tensor.data_ptr, tensors)) == self._addresses
+                and all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
+                and all(map(eq, map(_kind, tensors), self._kinds))
+            )
+        except RuntimeError:
+            is_same = False
+        if not is_same:
+            self._take()
+        return self.entries
 
 
 def mark_as_parameters(aliases: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -401,11 +470,19 @@ def _copies(
 ) -> list[list[torch.Tensor]]:
     """Copies on each device, of each original's own class and with its attributes."""
     source = originals[0].device
-    values = [o.detach().to(dtype if o.is_floating_point() else None) for o in originals]
     others = [device for device in targets if device != source]
-    sent = iter(comm.broadcast_coalesced(values, others)) if others else iter(())
-    made = [[v.clone() for v in values] if to == source else next(sent) for to in targets]
-    return [[_dressed(c, o) for c, o in zip(copies, originals, strict=True)] for copies in made]
+    made: list[list[Any]] = [[None] * len(originals) for _ in targets]
+    # What is trained lies together, since it changes together.
+    for trained in (True, False):
+        indices = [i for i, o in enumerate(originals) if o.requires_grad is trained]
+        some = [originals[i].detach() for i in indices]
+        values = [o.to(dtype if o.is_floating_point() else None) for o in some]
+        sent = iter(copies_of(values, others) if others else ())
+        for row, to in zip(made, targets, strict=True):
+            copies = [v.clone() for v in values] if to == source else next(sent)
+            for i, copy in zip(indices, copies, strict=True):
+                row[i] = _dressed(copy, originals[i])
+    return made
 
 
 def _dressed(value: torch.Tensor, original: torch.Tensor) -> Any:
