@@ -163,6 +163,27 @@ def is_capturing(device: torch.device) -> bool:
     return ask is not None and bool(ask())
 
 
+#: By type of device, what the class of its graphs is called.
+_GRAPHS = {"cuda": "CUDAGraph", "virtual": "VirtualGraph"}
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on ``device`` can be recorded in a graph and replayed."""
+    return device.type in _GRAPHS
+
+
+@contextlib.contextmanager
+def recording(stream: torch.Stream, pool: Any) -> Iterator[Any]:
+    """Record what is queued within a ``with`` block in a graph, in place of running it.
+
+    Graphs with one ``pool`` (``graph_pool_handle()``) and one stream use each other's free memory.
+    """
+    module: Any = torch.get_device_module(stream.device)
+    graph = getattr(module, _GRAPHS[stream.device.type])()
+    with use_device(stream.device), module.graph(graph, pool=pool, stream=stream):
+        yield graph
+
+
 def memory_allocated(device: torch.device) -> int:
     """Bytes that tensors occupy on an accelerator; 0 on the CPU, where torch does not count."""
     return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)

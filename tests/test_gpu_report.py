@@ -92,6 +92,7 @@ def test_all_parts_run_on_a_gpu_and_the_sanitizer_nowhere_else() -> None:
     # Two of NCCL's processes cannot be on one device; and one of them needs a GPU.
     assert [(words[6], words[8]) for words in trained] == [
         ("cuda:0", "bare,ddp"),
+        ("cuda:0", "bare,ddp"),
         ("cuda:0,cuda:0", "bare"),
         ("cuda:0,cpu", "bare"),
         ("cuda:0,cuda:1", "bare,ddp"),

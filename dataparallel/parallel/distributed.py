@@ -58,6 +58,7 @@ from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
     from dataparallel.collectives.groups import HybridGroup
+    from dataparallel.parallel.capture import Recorder
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -68,6 +69,7 @@ class Training:
     Attributes:
         processes: The links; None where there is no other process and no hook.
         direct: Whether the module itself runs: there is nothing to reduce.
+        recorder: What records the replicas in graphs, if anything does.
     """
 
     def __init__(self, model: DistributedDataParallel[Any]) -> None:
@@ -79,6 +81,12 @@ class Training:
                 "the weights would come after backward, when gradients have gone through the "
                 "statistics to other processes; multiply the loss by its process's share of the "
                 "samples, and use average='none'"
+            )
+        if options.capture and (model._spread or policy == "sync"):
+            raise ValueError(
+                "capture=True goes neither with buffers='sync', whose replicas wait for each "
+                "other, nor with a module whose layers are on several devices; leave one of them "
+                "out"
             )
         if not model._spread:
             check_placement(module, model.device_ids[0])
@@ -127,7 +135,14 @@ class Training:
             and options.mixed_precision == MixedPrecision()
             and options.optimizers is None
             and options.nonfinite.action == "ignore"
+            and not options.capture
         )
+        self.recorder: Recorder | None = None
+        if options.capture:
+            # Imported late: few record.
+            from dataparallel.parallel.capture import Recorder
+
+            self.recorder = Recorder(self.leaves, devices)
 
     def use_devices(self, model: DataParallel[Any]) -> None:
         """Train on the wrapper's devices from now on; the other processes need not know."""
@@ -255,6 +270,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
             forward left them.
+        capture: Whether to record each replica's forward and backward in CUDA graphs, which launch
+            all kernels at once: for models that wait for the host. The module reads nothing back,
+            has no hooks, and few shapes of inputs; see Note [Recorded replicas]. Default: False.
         output_device, dim, buffers, scalars, in_dims, out_dims: See :class:`DataParallel`.
 
     Attributes:
@@ -309,6 +327,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         deterministic: bool = False,
         timeout: float | None = None,
         nonfinite: NonFiniteAction = "ignore",
+        capture: bool = False,
         buffers: BufferPolicy = "replica0",
         scalars: ScalarsOption = "stack",
         in_dims: Mapping[str | int, Any] | None = None,
@@ -327,17 +346,14 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
             nonfinite=NonFinitePolicy(chosen("nonfinite", nonfinite, get_args(NonFiniteAction))),
+            capture=capture,
             init_sync=init_sync,
         )
+        if device_ids is None:
+            device_ids = _default_devices(module, options.process_group)
+        dims: dict[str, Any] = {"in_dims": in_dims, "out_dims": out_dims}
         super().__init__(
-            module,
-            _default_devices(module, options.process_group) if device_ids is None else device_ids,
-            output_device,
-            dim,
-            buffers=buffers,
-            scalars=scalars,
-            in_dims=in_dims,
-            out_dims=out_dims,
+            module, device_ids, output_device, dim, buffers=buffers, scalars=scalars, **dims
         )
         self._start(options, broadcast_buffers, forward_sync_buffers)
 

@@ -23,7 +23,7 @@ from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
-from dataparallel.parallel.loss import Loss
+from dataparallel.parallel.loss import TARGETS, Loss
 from dataparallel.replicas.clones import ModuleClones, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
@@ -240,16 +240,23 @@ def _run_replicas(
         replicas: Sequence[Any] = [model.module]
         if not direct:
             replicas = model.replicate(model.module, model.device_ids[: len(args)])
+        called = replicas
+        if training is not None and training.recorder is not None:
+            named = kwargs
+            if loss is not None:
+                # The targets are the criterion's.
+                named = [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]
+            called = training.recorder.replace(training.clones, replicas, args, named)
     guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
     with runner.using(replicas, chunks.sizes):
         if loss is None:
             with guarded:
-                outputs = model.parallel_apply(replicas, args, kwargs)
+                outputs = model.parallel_apply(called, args, kwargs)
         else:
             criteria: Sequence[Any] = [loss.criterion] * len(args)
             if loss.module is not None and len(args) > 1:
                 criteria = runner.lend(loss.module, len(args))
-            each = zip(replicas, criteria, args, kwargs, chunks.sizes, strict=True)
+            each = zip(called, criteria, args, kwargs, chunks.sizes, strict=True)
             with runner.using(criteria, chunks.sizes), guarded:
                 outputs = runner.run(
                     [functools.partial(loss, model.timeline, *one) for one in each]

@@ -94,6 +94,8 @@ class Options:
     timeout: float | None
     mixed_precision: MixedPrecision
     nonfinite: NonFinitePolicy
+    #: Whether the replicas are recorded in graphs of their devices.
+    capture: bool = False
     #: Whether buffers are sent to other processes, and so must have the same shapes there.
     sends_buffers: bool = True
     #: Whether they are sent before forwards; and whether all states are when the wrapper is made.

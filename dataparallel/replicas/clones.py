@@ -241,6 +241,11 @@ class ModuleClones:
         self._parts: Parts | None = None
         self._drop()
 
+    @property
+    def parts(self) -> Parts | None:
+        """What the module consists of; another object once that has changed."""
+        return self._parts
+
     def _drop(self) -> None:
         """Let go of the clones and of all that a forward left in them."""
         self._filled = False
@@ -389,6 +394,26 @@ class ModuleClones:
                     f"the forward created parameters: {listed(created)}; each replica would have "
                     "its own, so call the module once with an example before wrapping it"
                 )
+
+    def clone_around(
+        self, replica: int, leaves: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]
+    ) -> nn.Module:
+        """A clone like that of a replica, with other tensors in place of some of its leaves."""
+        parts, other = self._parts, dict(zip(map(id, leaves), aliases, strict=True))
+        assert parts is not None
+        mark_as_parameters(aliases, leaves)
+        counterparts = {k: other.get(id(v), v) for k, v in self._counterparts[replica].items()}
+        counterparts.update((id(m), object.__new__(type(m))) for m in parts.modules)
+        for index, module in enumerate(parts.modules):
+            names = parts.references.get(index, ())
+            fill(module, counterparts[id(module)], names, counterparts)
+        clone: nn.Module = counterparts[id(self.module)]
+        return clone
+
+    def buffers_of(self, replica: int) -> list[torch.Tensor]:
+        """What a replica has in this forward in place of the module's buffers."""
+        assert self._parts is not None
+        return [self._counterparts[replica][id(buffer)] for buffer in self._parts.buffers]
 
     @torch.no_grad()
     def merge_buffers(self, merge: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:

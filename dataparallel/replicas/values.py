@@ -343,6 +343,8 @@ class ReplicaParameters:
     ) -> None:
         self._originals = list(originals)
         self._states, self._layouts = States(self._originals), list(map(_layout, originals))
+        #: How often one of the originals was frozen, or came to other memory.
+        self.num_changes = 0
         #: What the leaves are filled with.
         self.values = Values(devices, dtype=dtype, in_place=True)
         #: Per replica its leaves, in the order of the originals.
@@ -363,6 +365,7 @@ class ReplicaParameters:
         if list(map(_layout, self._originals)) != self._layouts:
             return False
         values = self.values.update(self._originals, len(self.rows))
+        self.num_changes += 1
         for leaves, replica in zip(self.rows, values, strict=True):
             for leaf, value, original in zip(leaves, replica, self._originals, strict=True):
                 leaf.requires_grad_(original.requires_grad)

@@ -174,6 +174,50 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
         yield
 
 
+def is_current_stream_capturing() -> bool:
+    """Whether what this thread queues on the current device is recorded in a graph, not run."""
+    return _extension.is_capturing(current_device())
+
+
+class VirtualGraph:
+    """Recorded work of a virtual device, as ``torch.cuda.CUDAGraph`` is of a GPU."""
+
+    def __init__(self) -> None:
+        self._graph = _extension.Graph()
+
+    def capture_begin(self, pool: object = None) -> None:
+        """Record what is queued on the current stream from now on; nothing of it runs."""
+        stream = current_stream()
+        self._graph.begin(stream.device_index, stream.stream_id)
+
+    def capture_end(self) -> None:
+        """Let the stream run again what is queued."""
+        self._graph.end()
+
+    def replay(self) -> None:
+        """Queue all of it on the current stream of its device."""
+        self._graph.replay()
+
+
+def graph_pool_handle() -> object:
+    """A name for memory that graphs share; those of virtual devices share none."""
+    return object()
+
+
+@contextlib.contextmanager
+def graph(
+    graph: VirtualGraph, pool: object = None, stream: torch.Stream | None = None
+) -> Iterator[None]:
+    """Record what is queued within a block, on ``stream`` or one of its own."""
+    synchronize()
+    with stream or Stream():
+        graph.capture_begin(pool)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 # --- memory ----------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import dataparallel as dp
 from dataparallel import collectives, virtual
 from dataparallel.kernels.backend import registered
+from tests import test_capture
 from tests.cluster import Cluster
 from tests.gpu.kernel_cases import quiet_backend_of
 from tests.kernels.host_backend import HostBackend
@@ -269,6 +270,27 @@ def test_a_step_that_the_user_records_in_a_cuda_graph(
     cluster: Cluster, wrapper: str, places: list[Any]
 ) -> None:
     cluster.run(_train_recorded, 1, wrapper, places, init_group=False, timeout=200)
+
+
+def _train_captured(rank: int, world_size: int, places: list[Any], case: str) -> None:
+    quiet_backend_of(dp.devices.parse_device(places[0]))
+    test_capture.check(places, case)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([0], marks=pytest.mark.gpu),
+        pytest.param([0, 0], marks=pytest.mark.gpu),
+        pytest.param([0, 1], marks=pytest.mark.multi_gpu(2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", test_capture.CASES)
+def test_replicas_that_are_recorded_in_graphs(
+    cluster: Cluster, places: list[Any], case: str
+) -> None:
+    cluster.run(_train_captured, 1, places, case, init_group=False, timeout=200)
 
 
 def _events(device: torch.device, call: Callable[[], object]) -> list[Any]:

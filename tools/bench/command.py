@@ -111,8 +111,9 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cases", type=names_in(list(CASES)), default=list(CASES), metavar="LIST",
         help=f"models to measure; default: {','.join(CASES)}")  # fmt: skip
-    add("--wrapper", choices=["dp", "ddp"], default="ddp",
-        help="ours: DataParallel (dp) or DistributedDataParallel (ddp, the default)")  # fmt: skip
+    add("--wrapper", choices=["dp", "ddp", "captured"], default="ddp",
+        help="ours: DataParallel (dp), DistributedDataParallel (ddp, the default), or the same "
+        "with capture=True, on GPUs")  # fmt: skip
     add("--devices", type=device_names, default=["cpu", "cpu"], metavar="LIST",
         help="one device per replica of each process; default: cpu,cpu")  # fmt: skip
     add("--processes", type=count, default=1, metavar="P",

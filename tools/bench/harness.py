@@ -65,7 +65,7 @@ class Task:
     devices: tuple[str, ...]
     replicas: int = 1
     threads: int = 1
-    wrapper: Literal["dp", "ddp"] = "ddp"
+    wrapper: Literal["dp", "ddp", "captured"] = "ddp"
     rank: int = 0
     world_size: int = 1
     meeting_point: str = ""
@@ -121,7 +121,8 @@ def plan_contestants(
     """
     of_replicas = [device for each in devices for device in each]
     task = dataclasses.replace(task, replicas=len(of_replicas))
-    name = "our DDP" if task.wrapper == "ddp" else "DataParallel"
+    names = {"ddp": "our DDP", "captured": "our DDP, graphs", "dp": "DataParallel"}
+    name = names[task.wrapper]
     title = f"{name} {len(devices)}x{len(devices[0])}"
     alone = [[device] for device in of_replicas]
     whole = dataclasses.replace(task, threads=usable_cores())

@@ -60,6 +60,7 @@ class Seat:
             bucket_cap_mb=bucket_cap_mb,
             # With several processes that saves a copy.
             gradient_as_bucket_view=self.task.world_size > 1,
+            capture=self.task.wrapper == "captured",
         )
 
     def part(self, whole: Tensor) -> Tensor:

@@ -76,6 +76,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("in_forked_child", &in_forked_child);
   m.def("counters", &read_counters);
   m.def("reset_counters", &reset_counters);
+  m.def("is_capturing", [](int device) {
+    return current_stream(static_cast<c10::DeviceIndex>(device)).capturing();
+  });
+  py::class_<Graph>(m, "Graph")
+      .def(py::init<>())
+      .def("begin", [](Graph& graph, int device, int64_t stream) {
+        graph.begin(stream_at(static_cast<c10::DeviceIndex>(device), stream));
+      })
+      .def("end", &Graph::end)
+      .def("replay", &Graph::replay);
   m.def("default_generators", &default_generators);
   m.def("pending_on_stream", [](int device, int64_t stream) {
     return stream_at(static_cast<c10::DeviceIndex>(device), stream).pending();

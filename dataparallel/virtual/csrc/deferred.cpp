@@ -54,7 +54,8 @@ void OperatorTask::run() {
   for (const auto& tensor : written) {
     places.push_back(tensor.storage().data());
   }
-  std::vector<c10::IValue> stack = std::move(arguments);
+  // A graph runs it again.
+  std::vector<c10::IValue> stack = arguments;
   op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   for (size_t i = 0; i < written.size(); ++i) {
     TORCH_CHECK(
@@ -102,11 +103,12 @@ bool Call::can_defer() const {
 }
 
 void Call::run_deferred(Stream& stream) {
-  if (C10_UNLIKELY(holds_too_much(device_))) {
+  if (C10_UNLIKELY(holds_too_much(device_)) && !stream.capturing()) {
     stream.synchronize();
   }
   if (can_defer()) {
-    if (info_.is_sampler) {
+    // A graph draws anew whenever it runs.
+    if (info_.is_sampler && !stream.capturing()) {
       sample_now_write_later(stream);
       return;
     }

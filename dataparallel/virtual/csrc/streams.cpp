@@ -33,6 +33,20 @@ class TimestampTask final : public Task {
   std::shared_ptr<Record> record_;
 };
 
+class ReplayTask final : public Task {
+ public:
+  explicit ReplayTask(std::shared_ptr<Task> task) : task_(std::move(task)) {}
+  void run() override {
+    task_->run();
+  }
+  std::string name() const override {
+    return task_->name();
+  }
+
+ private:
+  std::shared_ptr<Task> task_;
+};
+
 // Slots are filled once and never emptied, so that a lookup needs no lock. Slot 0 is the default
 // stream, the next ones are the pool, the rest belong to torch.Stream(...).
 struct StreamTable {
@@ -104,6 +118,10 @@ void Stream::push(Item item) {
 }
 
 void Stream::submit(std::unique_ptr<Task> task) {
+  if (Graph* graph = graph_.load()) {
+    graph->add(std::move(task));
+    return;
+  }
   push(Item{std::move(task), nullptr, true});
   if (!defers()) {
     synchronize();
@@ -142,7 +160,46 @@ void Stream::wait(const std::shared_ptr<Record>& record) {
 }
 
 void Stream::synchronize() {
+  TORCH_CHECK(!capturing(), "operation not permitted when stream is capturing");
   run_until(submitted_.load(std::memory_order_acquire));
+}
+
+void Stream::capture(Graph* graph) {
+  TORCH_CHECK(id != 0, "graphs must be captured on a stream that is not the default one");
+  Graph* none = nullptr;
+  TORCH_CHECK(
+      graph == nullptr || graph_.compare_exchange_strong(none, graph),
+      "the stream is being captured already");
+  if (graph == nullptr) {
+    graph_.store(nullptr);
+  }
+}
+
+void Graph::begin(Stream& stream) {
+  stream.synchronize();
+  stream.capture(this);
+  stream_ = &stream;
+  device_ = stream.device;
+}
+
+void Graph::add(std::shared_ptr<Task> task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  tasks_.push_back(std::move(task));
+}
+
+void Graph::end() {
+  if (stream_ != nullptr) {
+    stream_->capture(nullptr);
+    stream_ = nullptr;
+  }
+}
+
+void Graph::replay() const {
+  TORCH_CHECK(stream_ == nullptr, "a graph cannot be replayed before its capture has ended");
+  Stream& stream = current_stream(device_);
+  for (const auto& task : tasks_) {
+    stream.submit(std::make_unique<ReplayTask>(task));
+  }
 }
 
 // One attempt to bring this stream nearer to `position`.

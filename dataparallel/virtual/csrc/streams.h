@@ -11,9 +11,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace vdev {
 
+class Graph;
 class Stream;
 
 // What a stream executes. Destroyed without any lock held, because it may own host memory whose
@@ -64,6 +66,11 @@ class Stream {
   bool reached(uint64_t position) const noexcept {
     return completed_.load(std::memory_order_acquire) >= position;
   }
+  // Whether what is submitted goes to a graph.
+  bool capturing() const noexcept {
+    return graph_.load() != nullptr;
+  }
+  void capture(Graph* graph);
   int64_t pending() const noexcept {
     return pending_.load();
   }
@@ -94,6 +101,25 @@ class Stream {
   std::atomic<uint64_t> completed_{0};
   std::atomic<int64_t> pending_{0};
   std::atomic<int> polls_{0};
+  std::atomic<Graph*> graph_{nullptr};
+};
+
+// What was submitted to a stream while it was captured, to be run as often as wanted.
+class Graph {
+ public:
+  ~Graph() {
+    end();
+  }
+  void begin(Stream& stream);
+  void add(std::shared_ptr<Task> task);
+  void end();
+  void replay() const;
+
+ private:
+  std::mutex mutex_;
+  Stream* stream_ = nullptr;
+  c10::DeviceIndex device_ = 0;
+  std::vector<std::shared_ptr<Task>> tasks_;
 };
 
 Stream& stream_at(c10::DeviceIndex device, c10::StreamId id);
