@@ -12,34 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataparallel.tools import cli
-from dataparallel.tools.bench import scaling
+from dataparallel.tools.bench import projection, scaling
 from dataparallel.tools.bench.costs import LARGE, SMALL
 from dataparallel.tools.bench.harness import Contestant, Outcome
-from dataparallel.tools.bench.projection import (
-    INSTANT,
-    LINKS,
-    Bucket,
-    Costs,
-    Link,
-    explain,
-    parse_link,
-    project,
-)
+from dataparallel.tools.bench.projection import INSTANT, Bucket, Costs, Link, explain, project
 
+#: Forward, backward, optimizer, Python's part; the package's own four; per byte; moved.
 COSTS = Costs(
-    forward=10.0,
-    backward=20.0,
-    optimizer=2.0,
-    interpreter=4.0,
-    own=1.0,
-    own_replica=3.0,
-    own_process=5.0,
-    own_bucket=0.5,
-    sum_per_byte=0.01,
-    pack_per_byte=0.02,
+    *(10.0, 20.0, 2.0, 4.0),
+    *(1.0, 3.0, 5.0, 0.5),
+    *(0.01, 0.02),
     moved=1000,
     alone=[Bucket(400, 1.0)],
-    across=[Bucket(100, 0.25), Bucket(300, 1.0)],
+    across=[Bucket(100, 0.25), Bucket(300, 0.5)],
     cores=None,
 )
 SPEEDS = {"local": Link(100.0, 0.5), "processes": Link(200.0, 0.1)}
@@ -78,23 +63,20 @@ def test_the_model_by_hand(
 def test_what_takes_the_most_limits() -> None:
     slow = dataclasses.replace(COSTS, interpreter=9.0, own=30.0)
     assert project(slow, 1, 1, SPEEDS).limit == "host"
-    assert project(COSTS, 2, 1, {**SPEEDS, "processes": Link(5.0, 0.1)}).limit == "link"
+    # The first bucket is summed up at 7.5 and has come at 29.7, after all are ready.
+    found = project(COSTS, 2, 2, {**SPEEDS, "processes": Link(5.0, 0.1)})
+    assert found.limit == "link"
+    assert found.seconds == pytest.approx(10 + 10.5 + 10 + 29.7 + 66.2 + 2)
 
 
 costs = st.floats(0.001, 10.0)
 links = st.builds(Link, st.floats(1.0, 1e4), costs)
 buckets = st.lists(st.builds(Bucket, st.integers(1, 1000), st.floats(0.0, 1.0)), min_size=1)
+numbers = [name for name, value in vars(COSTS).items() if isinstance(value, float)]
+plans: dict[str, Any] = dict.fromkeys(["alone", "across"], buckets)
+cores = st.sampled_from([None, 1, 2, 8])
 measured = st.builds(
-    Costs,
-    **dict.fromkeys(
-        ["forward", "backward", "optimizer", "interpreter", "own", "own_replica", "own_process"],
-        costs,
-    ),
-    **dict.fromkeys(["own_bucket", "sum_per_byte", "pack_per_byte"], costs),
-    moved=st.integers(0, 1000),
-    alone=buckets,
-    across=buckets,
-    cores=st.sampled_from([None, 1, 2, 8]),
+    Costs, moved=st.integers(0, 1000), cores=cores, **plans, **dict.fromkeys(numbers, costs)
 )
 few = st.integers(1, 9)
 
@@ -119,8 +101,7 @@ def test_properties_of_the_model(
     if replicas == 1 or own.cores:
         assert seconds(INSTANT, between) == before
     # Over links that take no time, without sums and the package's own costs, only compute is left.
-    names = ["own", "own_replica", "own_process", "own_bucket", "sum_per_byte", "pack_per_byte"]
-    none: dict[str, Any] = dict.fromkeys(names, 0.0)
+    none: dict[str, Any] = {name: 0.0 for name in numbers if "own" in name or "byte" in name}
     ideal = dataclasses.replace(own, **none)
     found = project(ideal, processes, replicas, {"local": INSTANT, "processes": INSTANT})
     share = max(1.0, replicas / (own.cores or replicas))
@@ -134,27 +115,27 @@ def test_the_explanation_has_the_numbers_and_links_have_names() -> None:
     for part in ("1e+04 * busy, R * 4e+03)", "(R-1) * (500 + 0.000954 MiB * 1.05e+07)", "at 25%"):
         assert part in text
     assert "if R < 2 cores" in explain(dataclasses.replace(COSTS, cores=2), SPEEDS)
-    assert parse_link("local=nvlink4") == ("local", LINKS["nvlink4"])
-    place, link = parse_link("processes=12.5GB/s,10us")
-    assert (place, str(link)) == ("processes", "12.5GB/s,10us")
+    for speed, told in (("12.5GB/s,10us", "12.5GB/s,10us"), ("nvlink4", "450GB/s,3us")):
+        place, link = projection.parse_link(f"local={speed}")
+        assert (place, str(link)) == ("local", told)
 
 
 def test_costs_are_differences_of_what_was_measured() -> None:
     took = {"forward": 10, "backward": 20, "optimizer": 2, "interpreter": 40, "sum": 6, "pack": 3}
     took |= {"probe forward": 1, "probe 0": 5, "probe 1": 7, "probe 2": 12, "probe buckets": 13}
-    told = {"bytes": [2 * 2**20, 2**20], "ready": [0.9, 0.25], "batch": 100}
+    told = {"bytes": [2 * 2**20, 2**20], "ready": [0.25, 0.9], "batch": 100}
     who = Contestant("x", "x", ())
     alone = Outcome(who, [told], {name: (float(each),) for name, each in took.items()}, [])
-    over = {"small": (1.5,), "large": (1.5 + LARGE - SMALL,), "probe 1": (9.0,)}
+    over = {"small": (3.0 + SMALL,), "large": (3.0 + LARGE,), "probe 1": (10.5 + SMALL,)}
     between = Outcome(who, [], over, [])
-    assert scaling.link_of(between) == Link(1.0, 0.0)
+    assert scaling.link_of(between) == Link(1.0, 1.5)
     found = scaling.costs_of(alone, between, None, 4)
     assert (found.interpreter, found.own, found.own_replica) == (10.0, 2.0, 4.0)
     assert (found.own_process, found.own_bucket, found.cores) == (0.5, 1.0, 4)
     assert found.sum_per_byte == 2 * found.pack_per_byte == 6 / (3 * 2**20)
     assert found.alone == [Bucket(3 * 2**20, 0.9)]
-    # The first bucket is full with 1 MiB; the last gradient to come is in the other one.
-    assert found.across == [Bucket(2**20, 0.25), Bucket(2 * 2**20, 0.9)]
+    # The first bucket is full with 1 MiB, and has what comes first.
+    assert found.across == [Bucket(2 * 2**20, 0.25), Bucket(2**20, 0.9)]
     assert scaling.costs_of(alone, between, 0.5, None).alone == found.across
     assert scaling.costs_of(alone, between, None, None).moved == 3 * 2**20 + 100
 

@@ -53,41 +53,40 @@ class Meter:
         layers = [nn.Linear(1, 1) for _ in range((count + 1) // 2)]
         self.probe = nn.Sequential(*layers).to(self.device)
         self.models: list[nn.Module] = []
-        self.calls = self._between_processes() if task.joins else self._in_one_process()
+        #: By name, what is repeated together.
+        self.groups = self._between_processes() if task.joins else self._in_one_process()
 
-    def _between_processes(self) -> dict[str, Callable[[], object]]:
+    def _between_processes(self) -> list[dict[str, Callable[[], object]]]:
         reduce = torch.distributed.all_reduce
-        return {
-            "small": functools.partial(reduce, torch.zeros(SMALL // 4)),
-            "large": functools.partial(reduce, torch.zeros(LARGE // 4)),
-            "probe 1": self._probing(1),
-        }
+        return [
+            {"small": functools.partial(reduce, torch.zeros(SMALL // 4))},
+            {"large": functools.partial(reduce, torch.zeros(LARGE // 4))},
+            {"probe 1": self._probing(1)},
+        ]
 
-    def _in_one_process(self) -> dict[str, Callable[[], object]]:
-        parameters = list(self.module.parameters())
+    def _in_one_process(self) -> list[dict[str, Callable[[], object]]]:
         # The parameters stay as they are, however often the step is repeated.
-        optimizer = torch.optim.SGD(parameters, lr=0.0)
-        grads, sums = ([torch.zeros_like(each) for each in parameters] for _ in range(2))
-        flat = torch.cat([grad.flatten() for grad in grads])
+        optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
+        # What each tensor costs beside its bytes is a part of the probes.
+        size = sum(each.numel() for each in self.module.parameters())
+        one, other = torch.zeros(2, size, device=self.device)
 
         def update() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        return {
-            "forward": self._forward,
-            "backward": self._backward,
-            "optimizer": update,
+        return [
+            {"forward": self._forward, "backward": self._backward, "optimizer": update},
             # Python and the dispatch of operators, without arithmetic.
-            "interpreter": functools.partial(_loss, copy.deepcopy(self.module), *self.nothing),
-            "sum": lambda: sums_of([sums, grads], self.device, in_place=True),
-            "pack": lambda: kernels.flatten(grads, flat),
-            "probe forward": functools.partial(self.probe, torch.ones(1, 1, device=self.device)),
-            "probe 0": self._probing(0),
-            "probe 1": self._probing(1),
-            "probe 2": self._probing(2),
-            "probe buckets": self._probing(2, bucket_cap_mb=0.0),
-        }
+            {"interpreter": functools.partial(_loss, copy.deepcopy(self.module), *self.nothing)},
+            {"sum": lambda: sums_of([[one], [other]], self.device, in_place=True)},
+            {"pack": lambda: kernels.flatten([one], other)},
+            {"probe forward": functools.partial(self.probe, torch.ones(1, 1, device=self.device))},
+            {"probe 0": self._probing(0)},
+            {"probe 1": self._probing(1)},
+            {"probe 2": self._probing(2)},
+            {"probe buckets": self._probing(2, bucket_cap_mb=0.0)},
+        ]
 
     def _forward(self) -> None:
         self.loss = _loss(self.module, *self.batch)
@@ -115,17 +114,14 @@ class Meter:
 
     def check(self, steps: int) -> dict[str, Any]:
         """By parameter, bytes and the part of backward after which its gradient is there."""
-        parameters = list(self.module.parameters())
-        arrived = [0.0] * len(parameters)
-        hooks = []
-        for index, each in enumerate(parameters):
+        parameters, arrived = list(self.module.parameters()), {}
 
-            def arrive(_: Tensor, index: int = index) -> None:
-                arrived[index] = time.perf_counter()
+        def arrive(parameter: Tensor) -> None:
+            arrived[parameter] = time.perf_counter()
 
-            # torch declares no types for it.
-            register: Any = each.register_post_accumulate_grad_hook
-            hooks.append(register(arrive))
+        # torch declares no types for it.
+        registering: list[Any] = [each.register_post_accumulate_grad_hook for each in parameters]
+        hooks = [register(arrive) for register in registering]
         for _ in range(steps):
             self._forward()
             begin = time.perf_counter()
@@ -135,15 +131,15 @@ class Meter:
             hook.remove()
         return {
             "bytes": [each.nbytes for each in parameters],
-            "ready": [(when - begin) / (end - begin) for when in arrived],
+            "ready": [(arrived[each] - begin) / (end - begin) for each in parameters],
             "batch": sum(part.nbytes for part in self.batch),
         }
 
     def run(self, steps: int) -> dict[str, list[float]]:
         """Seconds of each call, until the devices have finished."""
-        seconds: dict[str, list[float]] = {name: [] for name in self.calls}
-        for _ in range(steps):
-            for name, call in self.calls.items():
+        seconds: dict[str, list[float]] = {name: [] for calls in self.groups for name in calls}
+        for calls in self.groups:
+            for name, call in [*calls.items()] * steps:
                 self.seat.barrier()
                 begin = time.perf_counter()
                 call()

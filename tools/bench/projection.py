@@ -38,7 +38,6 @@ INSTANT = Link(math.inf, 0.0)
 #: Bandwidths of data sheets, in one direction. Latencies are assumed: the sheets state none.
 LINKS = {
     "nvlink4": Link(450e9, 3e-6),
-    "nvlink3": Link(300e9, 3e-6),
     "pcie5": Link(63e9, 5e-6),
     "pcie4": Link(31.5e9, 5e-6),
     "400gbe": Link(50e9, 10e-6),
@@ -129,34 +128,22 @@ def project(
     python = replicas * costs.interpreter
     forward, backward = max(costs.forward * busy, python), costs.backward * busy
     copies = others * (local.latency + costs.moved / local.bandwidth)
-    per_byte = costs.sum_per_byte + 1 / local.bandwidth
-    sums = [others * (local.latency + each.bytes * per_byte) for each in buckets]
-    per_byte = several * costs.pack_per_byte + hops / processes / link.bandwidth
-    sending = [hops * link.latency + each.bytes * per_byte for each in buckets]
-    reduced = reduced_after(buckets, backward, sums, sending, overlaps=overlaps)
+    adding = costs.sum_per_byte + 1 / local.bandwidth
+    sums = [others * (local.latency + each.bytes * adding) for each in buckets]
+    sending = several * costs.pack_per_byte + hops / processes / link.bandwidth
+    end, summed, sent = backward + sum(sums), 0.0, 0.0
+    for number, bucket in enumerate(buckets, start=1):
+        summed += sums[number - 1]
+        is_early = overlaps and number < len(buckets)
+        ready = bucket.ready * backward + summed if is_early else end
+        sent = max(ready, sent) + hops * link.latency + bucket.bytes * sending
+    reduced = max(end, sent)
     seconds = own + copies + forward + reduced + costs.optimizer
     parts = {"host": own + python, "link": copies + reduced - backward}
     parts["devices"] = seconds - sum(parts.values())
     alone = costs.own + costs.forward + costs.backward + costs.optimizer
     limit = max(parts, key=parts.__getitem__)
     return Projection(processes, replicas, seconds, alone / seconds, limit)
-
-
-def reduced_after(
-    buckets: Sequence[Bucket],
-    backward: float,
-    sums: Sequence[float],
-    sending: Sequence[float],
-    *,
-    overlaps: bool,
-) -> float:
-    """When backward and sums have ended and all buckets have come, from the begin of backward."""
-    end, summed, free = backward + sum(sums), 0.0, 0.0
-    for left, bucket in enumerate(buckets, start=1 - len(buckets)):
-        summed += sums[left - 1]
-        leaves = bucket.ready * backward + summed if overlaps and left else end
-        free = max(leaves, free) + sending[left - 1]
-    return max(end, free)
 
 
 _MODEL = """\

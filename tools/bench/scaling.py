@@ -36,6 +36,8 @@ from dataparallel.tools.doctor.check import usable_cores
 _CHECKED = ((1, 1), (1, 2), (2, 1), (2, 2))
 #: Per turn. Within 26 steps a wrapper has found out whether its replicas better run in turn.
 _STEPS = 10
+#: What is no option, and what each result has.
+_APART = ("run", "link")
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         for result in results:
             _print(result, Console())
     if arguments.json:
-        options = {name: value for name, value in vars(arguments).items() if name != "run"}
-        setting = {
-            **output.environment(),
-            **options,
-            "link": {k: str(v) for k, v in arguments.link},
-        }
+        options = {name: value for name, value in vars(arguments).items() if name not in _APART}
+        setting = {**output.environment(), **options}
         cases = list(map(dataclasses.asdict, results))
         output.write_json(arguments.json, {"setting": setting, "cases": cases})
     return 0
@@ -183,22 +181,24 @@ def _print(result: Result, console: Console) -> None:
     console.print(model, markup=False, highlight=False, soft_wrap=True)
     table = output.new_table("projected", "ms", "efficiency", "limited by")
     for each in result.projections:
-        size, milli = f"{each.processes}x{each.replicas}", output.three_digits(each.seconds * 1e3)
-        table.add_row(size, milli, f"{each.efficiency:.0%}", each.limit)
+        table.add_row(*_figures(each), f"{each.efficiency:.0%}", each.limit)
     output.print_table(table, console)
     if result.checks:
-        table = output.new_table(
-            "checked", "measured", "min..max", "projected", "error", "limited by"
-        )
+        table = output.new_table("checked", "ms", "measured", "min..max", "error", "limited by")
         for check in result.checks:
-            each, seconds = check.projection, dataclasses.astuple(check.measured)
-            middle, low, high, projected = (
-                output.three_digits(1e3 * value) for value in (*seconds, each.seconds)
-            )
-            size, error = f"{each.processes}x{each.replicas}", f"{check.error:+.0%}"
-            table.add_row(size, middle, f"{low}..{high}", projected, error, each.limit)
+            middle, *ends = map(_milli, dataclasses.astuple(check.measured))
+            limit, error = check.projection.limit, f"{check.error:+.0%}"
+            table.add_row(*_figures(check.projection), middle, "..".join(ends), error, limit)
         output.print_table(table, console)
     output.print_notes(_notes(result), console)
+
+
+def _figures(projection: Projection) -> tuple[str, str]:
+    return f"{projection.processes}x{projection.replicas}", _milli(projection.seconds)
+
+
+def _milli(seconds: float) -> str:
+    return output.three_digits(seconds * 1e3)
 
 
 def _notes(result: Result) -> list[str]:
