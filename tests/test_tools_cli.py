@@ -20,7 +20,15 @@ from dataparallel.tools import arguments, cli, completion
 from dataparallel.tools.extras import needs_extra
 from tests.monitor.cases import make_sample, write_recording
 
-COMMANDS = ("doctor", "bench", "bench train", "bench scaling", "completion", "monitor")
+COMMANDS = (
+    "doctor",
+    "bench",
+    "bench train",
+    "bench scaling",
+    "bench host",
+    "completion",
+    "monitor",
+)
 PARTS = ("top", "record", "plot", "report", "serve")
 
 
@@ -61,6 +69,7 @@ def test_a_group_alone_prints_its_help(
         ("doctor --xyz", "dataparallel doctor: error: unrecognized arguments: --xyz"),
         ("bench train --cases mlp,rnn", "got 'rnn', but there are: mlp, wide, deep, transformer"),
         ("bench train --devices ,", "one device per replica, for example cpu,cpu"),
+        ("bench host --replicas 1,", "'' is not a whole number of at least 1"),
         ("bench train --rounds 1.5", "'1.5' is not a whole number of at least 1"),
         ("bench scaling --replicas 1,0", "'0' is not a whole number of at least 1"),
         ("bench scaling --link local=pcie", "'local=pcie' is no link: pass local=SPEED or proc"),

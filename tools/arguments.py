@@ -140,5 +140,5 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """Convert a list such as ``1,2,4`` of whole numbers of at least 1."""
-    return [count(part.strip()) for part in text.split(",")]
+    """Convert a list such as ``1,2,4`` of whole numbers of at least 1; the smallest comes first."""
+    return sorted({count(part.strip()) for part in text.split(",")})

@@ -29,10 +29,13 @@ def add_to(commands: Subparsers) -> None:
         commands,
         "bench",
         summary="Measure speed and memory beside a peer, interleaved in one run.",
-        examples=["dataparallel bench train --help", "dataparallel bench scaling --help"],
+        examples=[
+            f"dataparallel bench {subject} --help" for subject in ("train", "host", "scaling")
+        ],
     )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
     _add_train(subjects)
+    _add_host(subjects)
     _add_scaling(subjects)
 
 
@@ -60,6 +63,31 @@ def _add_train(subjects: Subparsers) -> None:
     add("--optimizer", choices=["sgd", "adamw"], default="sgd",
         help="of all contestants; default: sgd, which keeps no state")  # fmt: skip
     add_rounds(parser)
+
+
+def _add_host(subjects: Subparsers) -> None:
+    parser = add_command(
+        subjects,
+        "host",
+        summary="What a step costs the host: time, Python calls, operators, copies, waits.",
+        examples=[
+            "dataparallel bench host",
+            "dataparallel bench host --devices virtual --plot host.png",
+            "dataparallel bench host --parameters 400 --replicas 1,2 --rounds 9",
+            "dataparallel bench host --devices cuda:0 --json host.json",
+        ],
+        run=late(lambda: importlib.import_module("dataparallel.tools.bench.host"), extra="tools"),
+    )
+    add = parser.add_argument
+    add("--devices", default="cpu", metavar="DEVICE",
+        help="cpu (default) or another device, with a slot on it for each replica; virtual: a "
+        "virtual device for each")  # fmt: skip
+    add("--parameters", type=counts, default=[20, 100, 400, 2000], metavar="LIST",
+        help="sizes of the models, two parameters per layer; default: 20,100,400,2000")  # fmt: skip
+    add("--replicas", type=counts, default=[1, 2, 4, 8], metavar="LIST",
+        help="of ours; default: 1,2,4,8")  # fmt: skip
+    add("--plot", metavar="PICTURE", help="draw the cost over parameters and over replicas")
+    add_rounds(parser, rounds=5)
 
 
 def _add_scaling(subjects: Subparsers) -> None:
@@ -98,10 +126,15 @@ def _add_scaling(subjects: Subparsers) -> None:
     add_rounds(parser, steps="10")
 
 
-def add_rounds(parser: argparse.ArgumentParser, steps: str = "about half a second's worth") -> None:
+def add_rounds(
+    parser: argparse.ArgumentParser,
+    rounds: int = 7,
+    steps: str = "about half a second's worth",
+) -> None:
     """The options that all benchmarks have, those of developers too."""
     add = parser.add_argument
-    add("--rounds", type=count, default=7, metavar="N", help="turns of each contestant; default: 7")
+    add("--rounds", type=count, default=rounds, metavar="N",
+        help=f"turns of each contestant; default: {rounds}")  # fmt: skip
     add("--steps", type=count, default=None, metavar="N",
         help=f"repetitions per turn; default: {steps}")  # fmt: skip
     add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")

@@ -44,9 +44,10 @@ def progress(turns: int) -> Iterator[Tell]:
 # --- tables ------------------------------------------------------------------------------------
 
 
-def new_table(title: str, *headings: str) -> Table:
+def new_table(title: str, *headings: str, gap: int = 2) -> Table:
     """An empty table in the style of all benchmarks; its first column has no heading."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    padding = (0, gap - 1, 0, 0)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=padding)
     table.add_column("", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
