@@ -180,7 +180,9 @@ def recording(stream: torch.Stream, pool: Any) -> Iterator[Any]:
     """
     module: Any = torch.get_device_module(stream.device)
     graph = getattr(module, _GRAPHS[stream.device.type])()
-    with use_device(stream.device), module.graph(graph, pool=pool, stream=stream):
+    # Other threads may pin memory meanwhile, or ask whether a collective has ended.
+    here = module.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with use_device(stream.device), here:
         yield graph
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +41,8 @@ from dataparallel.replicas.values import ReplicaParameters, versions
 #: How many kinds of arguments one replica records.
 _MOST_KINDS = 16
 
+# One thread at a time may record.
+_recording = threading.Lock()
 _log = logging.getLogger("dataparallel")
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -177,8 +180,9 @@ class _Replica:
         aliases = [leaf.detach().requires_grad_() for leaf in self._leaves]
         replica = clones.clone_around(self._index, self._leaves, aliases)
         try:
-            made.record(replica, values, form)
-            made.record_backward(aliases, self._leaves)
+            with _recording:
+                made.record(replica, values, form)
+                made.record_backward(aliases, self._leaves)
         except RuntimeError as error:
             # In the old one the allocator still records.
             self._find_place()

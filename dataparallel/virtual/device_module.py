@@ -206,7 +206,10 @@ def graph_pool_handle() -> object:
 
 @contextlib.contextmanager
 def graph(
-    graph: VirtualGraph, pool: object = None, stream: torch.Stream | None = None
+    graph: VirtualGraph,
+    pool: object = None,
+    stream: torch.Stream | None = None,
+    capture_error_mode: str = "thread_local",
 ) -> Iterator[None]:
     """Record what is queued within a block, on ``stream`` or one of its own."""
     synchronize()
