@@ -322,6 +322,7 @@ active_torch_wrapper: Callable[[], torch.nn.parallel.DistributedDataParallel | N
 foreach_add: Any = _private("torch._foreach_add")
 foreach_add_: Any = _private("torch._foreach_add_")
 foreach_copy_: Any = _private("torch._foreach_copy_")
+foreach_mul: Any = _private("torch._foreach_mul")
 foreach_mul_: Any = _private("torch._foreach_mul_")
 foreach_norm: Any = _private("torch._foreach_norm")
 

@@ -241,27 +241,19 @@ class _Recording:
         found: list[torch.Tensor | None] = [None] * len(wanted)
         self._backward: Any = None
         self._grads = [torch.empty_like(x) for x in outputs]
-        self._sums: dict[torch.dtype, torch.Tensor] = {}
         if outputs:
             _refuse_others(outputs, set(map(id, wanted)))
             with _devices.recording(*self._place) as self._backward:
                 found[:] = torch.autograd.grad(outputs, wanted, self._grads, allow_unused=True)
                 for grad in found:
                     self._check("a gradient", grad)
-                # One copy per dtype is all that a backward costs besides.
-                for dtype in dict.fromkeys(x.dtype for x in found if x is not None):
-                    some = [x.reshape(-1) for x in found if x is not None and x.dtype == dtype]
-                    self._sums[dtype] = torch.cat(some)
         self._outputs = [x.detach() for x in self._outputs]
         got = {id(x): grad for x, grad in zip(wanted, found, strict=True) if grad is not None}
         pairs = [p for p in zip(aliases, leaves, strict=True) if id(p[0]) in got]
         #: The leaves that get gradients.
         self.leaves = [leaf for _, leaf in pairs]
-        # For each input and each of the leaves, the dtype and shape of its gradient, if any.
-        self._kinds = [
-            (grad.dtype, grad.shape) if (grad := got.get(id(x))) is not None else None
-            for x in (*self._inputs, *(alias for alias, _ in pairs))
-        ]
+        # For each input and each of the leaves its gradient, if any.
+        self._found = [got.get(id(x)) for x in (*self._inputs, *(alias for alias, _ in pairs))]
 
     @property
     def has_backward(self) -> bool:
@@ -290,15 +282,9 @@ class _Recording:
             else:
                 own.copy_(grad)
         self._backward.replay()
-        sizes: dict[torch.dtype, list[int]] = {dtype: [] for dtype in self._sums}
-        for dtype, shape in filter(None, self._kinds):
-            sizes[dtype].append(shape.numel())
-        parts = {
-            dtype: iter(torch.split(own.clone(), sizes[dtype])) for dtype, own in self._sums.items()
-        }
-        return [
-            None if kind is None else next(parts[kind[0]]).view(kind[1]) for kind in self._kinds
-        ]
+        # One kernel copies many; and each has memory of its own, so that a reducer may write it.
+        copies = iter(torch_internals.foreach_mul([x for x in self._found if x is not None], 1))
+        return [None if x is None else next(copies) for x in self._found]
 
     def rebuild(self, outputs: _Tensors) -> Any:
         """What the module returns, around these tensors."""
