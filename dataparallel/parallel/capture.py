@@ -17,19 +17,17 @@ next replay, so a forward that comes between the two runs as usual.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
@@ -208,22 +206,14 @@ class _Recording:
 
     def record(self, replica: Callable[..., Any], values: Sequence[Any], form: Structure) -> None:
         """Record the forward; nothing runs."""
-        device, buffers = self._device, self._buffers
         static = [self._own_memory(value) for value in values]
         self._inputs = [x for x in static if isinstance(x, torch.Tensor)]
-        written, given = versions(buffers), versions(self._inputs)
+        given = versions(self._inputs)
         args, *named = form.rebuild(static)
-        casts: AbstractContextManager[Any] = contextlib.nullcontext()
-        if torch.is_autocast_enabled(device.type):
-            # Weights that are kept converted would be those of this forward.
-            dtype = torch.get_autocast_dtype(device.type)
-            casts = torch.autocast(device.type, dtype=dtype, cache_enabled=False)
-        with _devices.recording(*self._place) as self._forward, casts:
+        with _devices.recording(*self._place) as self._forward:
             outputs = replica(*args, **(named[0] if named else {}))
         if versions(self._inputs) != given:
             raise RuntimeError("the forward writes an input in place")
-        pairs = zip(written, versions(buffers), strict=True)
-        self._written = [buffers[i] for i, (was, now) in enumerate(pairs) if was != now]
         flat, self._form = flatten(outputs)
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         for output in tensors:
@@ -271,7 +261,6 @@ class _Recording:
             self._forward.replay()
             for own, buffer in pairs:
                 buffer.copy_(own)
-            increment_version(self._written)
             return tuple(map(torch.clone, self._outputs))
 
     def replay_backward(self, grads: _MaybeTensors) -> list[torch.Tensor | None]:
