@@ -25,6 +25,8 @@ by_places = pytest.mark.parametrize(
 class Net(nn.Module):
     """Batch norm, an unused parameter, arguments by name, and outputs of several kinds."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
@@ -115,7 +117,7 @@ def behind_an_encoder(pair: Pair) -> None:
     batches = [pair.batch(8, 6) for _ in range(4)]
 
     def run(model: Any, _: Any) -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for x in batches:
             leaf, own = x.clone().requires_grad_(), x.clone().requires_grad_()
             for given in (leaf, own * 2):
