@@ -52,6 +52,8 @@ from itertools import chain, compress, islice, repeat
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge as _edge_of
 
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
@@ -303,15 +305,21 @@ class Cut:
         """Put the cut into the caller's graph, and what stands there for the outputs into rows."""
         cuts, first = self.cuts, next(chain(*outputs)).device
         self.outer, self.inputs = outer, inputs
-        # One backward may begin at the outputs of all replicas, with the stream of the first.
-        self.outputs = [behind_own_nodes(row, first) for row in outputs]
+        self.outputs: list[list[GradientEdge]] = []
+        results: list[torch.Tensor] = []
+        for row in outputs:
+            # One backward may begin at the outputs of all replicas, with the stream of the first.
+            own = behind_own_nodes(row, first)
+            results += own
+            # Not the tensors: what is gathered from them is as large again.
+            self.outputs.append([*map(_edge_of, own)])
         # The backward in which this cut has run last, and whether it runs now.
         self._task: int | None = None
         self._running = False
         tensors = behind_own_nodes([*chain(*outer), *cuts.originals], first)
         # Without the search for functorch's wrappers, which looks at every parameter.
         apply: Any = super(torch.autograd.Function, _Node).apply
-        results = apply(self, cuts.anchor, *tensors)
+        results = apply(self, results, cuts.anchor, *tensors)
         self._node: weakref.ref[Any] = weakref.ref(results[0].grad_fn)
         #: The end of the backward in which the forward ran, as with a re-entrant checkpoint.
         self.ending: weakref.ref[Ending] | None = None
@@ -352,16 +360,18 @@ class _Node(torch.autograd.Function):
     """The node. See Note [The cut]."""
 
     @staticmethod
-    def forward(ctx: Any, cut: Cut, anchor: Any, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, cut: Cut, outputs: Sequence[torch.Tensor], anchor: Any, *tensors: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.cut = cut
-        return tuple(map(torch.Tensor.detach, chain(*cut.outputs)))
+        return tuple(map(torch.Tensor.detach, outputs))
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: MaybeTensor) -> Any:
         inputs, parameters = ctx.cut.backward(ctx, grads)
-        return (None, None, *inputs, *parameters)
+        return (None, None, None, *inputs, *parameters)
 
 
 class _Backward:
@@ -376,8 +386,8 @@ class _Backward:
         # gradients of originals.
         self._everything = will_execute(_node_of(cut.cuts.anchor))
         self._captured = False
-        # The first two arguments of forward are not the caller's.
-        wanted = node.needs_input_grad[2:]
+        # The first three arguments of forward are not the caller's.
+        wanted = node.needs_input_grad[3:]
         if not self._everything:
             wanted = self._asked(node, wanted)
         # Per replica and input, and per original.
@@ -496,9 +506,9 @@ class _Backward:
 
     def _roots(
         self, replicas: Sequence[int], grads: _MaybeRows
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The outputs that have a gradient, and these."""
-        outputs: list[torch.Tensor] = []
+        outputs: list[GradientEdge] = []
         roots: list[torch.Tensor] = []
         for replica in replicas:
             for output, grad in zip(self._cut.outputs[replica], grads[replica], strict=True):
@@ -532,7 +542,7 @@ def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[An
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(tensor).node
+    return _edge_of(tensor).node
 
 
 class Anchor(torch.nn.Parameter):

@@ -68,7 +68,7 @@ void initialize(int count) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.def("initialize", &initialize);
   m.def("device_count", [] { return static_cast<int>(device_count()); });
   m.def("strict", &strict);
