@@ -154,6 +154,7 @@ def test_a_small_run(
     (case,) = json.loads(target.read_text())["cases"]
     sizes = [(each["processes"], each["replicas"]) for each in case["projections"]]
     assert sizes == [(1, 1), (1, 2), (64, 1), (64, 2)] and len(case["checks"]) == 2
+    assert list(case["seconds"]) == ["alone", "between", "1x1", "2x1"]
     for check in case["checks"]:
         ratio = check["projection"]["seconds"] / check["measured"]["median"]
         assert check["error"] == pytest.approx(ratio - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,24 +115,27 @@ class Meter:
 
     def check(self, steps: int) -> dict[str, Any]:
         """By parameter, bytes and the part of backward after which its gradient is there."""
-        parameters, arrived = list(self.module.parameters()), {}
+        parameters = list(self.module.parameters())
+        came: dict[Tensor, float] = {}
+        passes: list[list[float]] = []
 
         def arrive(parameter: Tensor) -> None:
-            arrived[parameter] = time.perf_counter()
+            came[parameter] = time.perf_counter()
 
         # torch declares no types for it.
         registering: list[Any] = [each.register_post_accumulate_grad_hook for each in parameters]
         hooks = [register(arrive) for register in registering]
-        for _ in range(steps):
+        for _ in range(3 * steps):
             self._forward()
             begin = time.perf_counter()
             self._backward()
-            end = time.perf_counter()
+            length = time.perf_counter() - begin
+            passes.append([(came[each] - begin) / length for each in parameters])
         for hook in hooks:
             hook.remove()
         return {
             "bytes": [each.nbytes for each in parameters],
-            "ready": [(arrived[each] - begin) / (end - begin) for each in parameters],
+            "ready": list(map(statistics.median, zip(*passes, strict=True))),
             "batch": sum(part.nbytes for part in self.batch),
         }
 

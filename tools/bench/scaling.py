@@ -51,7 +51,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one case."""
+    """What is known of one case; ``seconds`` are those of the rounds, by contestant and call."""
 
     case: str
     samples: int
@@ -60,6 +60,7 @@ class Result:
     projections: Sequence[Projection]
     measured_link: Link
     checks: Sequence[Check]
+    seconds: Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _conclude(name: str, arguments: argparse.Namespace, tell: Tell) -> Result:
     samples = arguments.samples or CASES[name].batch // 2
     links = {"local": LINKS["pcie4"], "processes": LINKS["100gbe"], **dict(arguments.link)}
-    alone, between, *trained = _measure(name, samples, arguments, tell)
+    outcomes = _measure(name, samples, arguments, tell)
+    alone, between, *trained = outcomes
     cores = usable_cores() if arguments.device == "cpu" else None
     costs = costs_of(alone, between, arguments.bucket_cap_mb, cores)
     measured_link = link_of(between)
@@ -97,7 +99,8 @@ def _conclude(name: str, arguments: argparse.Namespace, tell: Tell) -> Result:
     projections = [
         project(costs, p, r, links) for p in arguments.processes for r in arguments.replicas
     ]
-    return Result(name, samples, costs, links, projections, measured_link, checks)
+    seconds = {each.contestant.name: each.seconds for each in outcomes}
+    return Result(name, samples, costs, links, projections, measured_link, checks, seconds)
 
 
 # --- measured ----------------------------------------------------------------------------------
