@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import dataparallel as dp
 from dataparallel import collectives
 from dataparallel.reducer.verify import ReplicaMismatch
-from dataparallel.virtual import strict_mode
+from dataparallel.virtual import counters, reset_counters, strict_mode
 from tests.cluster import Cluster
 from tests.device_only.cases import (
     STEPS,
@@ -31,6 +31,7 @@ from tests.device_only.cases import (
     train_bare,
     wrap,
 )
+from tests.test_vote import counted_waits
 
 # --- modules -------------------------------------------------------------------------------------
 
@@ -247,6 +248,47 @@ def test_steps_are_those_of_the_bare_module(
             seen = each[name][1]
             assert all(seen[step] == had[step] for step in seen.keys() & had.keys()), name
             assert seen
+
+
+#: Of two forwards and backwards, all of whose parameters are used: in how many the host waits for a
+#: device, and for what of another rank. A vote is read in the forward after it; with a hook, which
+#: may communicate itself, at the end of the round, too.
+WAITS: dict[str, tuple[int, dict[str, int]]] = {
+    "plain": (0, {"bucket": 2, "the vote": 2}),
+    "samples": (0, {"bucket": 2, "the vote": 2, "the weights": 2}),
+    "accumulation": (0, {"bucket": 1, "the vote": 1}),
+    "not finite": (2, {"bucket": 2, "the vote": 2}),
+    "fp16": (0, {"the vote": 4}),
+}
+
+
+def count_waits(rank: int, size: int) -> dict[str, Any]:
+    found = {}
+    for name in WAITS:
+        case = CASES[name]
+        model = wrap(made(case.make), rank, 2, **(case.options or {}))
+        case.prepare(model)
+        optimizer = optimizer_of(model)
+        x, y = (each.to(model.device_ids[0]) for each in share(0, rank, case.sizes))
+        # In the first steps the host looks for writes that leave no trace.
+        for _ in range(10):
+            reset_counters()
+            with counted_waits() as waits:
+                with model.no_sync() if case.unsynchronized else nullcontext():
+                    mean_loss(model(x), y).backward()
+                mean_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        # The backend's own thread, which stands for the queue of a device, waits for each bucket.
+        own = 1 if case.unsynchronized else 2
+        found[name] = counters()["host_waits"] - own, dict(waits)
+        model.close()
+    return found
+
+
+def test_a_step_waits_for_no_device_and_for_no_process_but_in_buckets(cluster: Cluster) -> None:
+    for found in cluster.run(count_waits, 2, virtual=True, backend="vccl"):
+        assert found == WAITS
 
 
 def test_as_torchs_wrapper(cluster: Cluster) -> None:
