@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from dataparallel.errors import listed
+
+_group, _nbytes = attrgetter("dtype", "device"), attrgetter("nbytes")
 
 _Group: TypeAlias = tuple[torch.dtype, torch.device]
 
@@ -43,6 +46,12 @@ def fill(
     last one for all further buckets. The tensor with which a bucket has reached its limit is the
     last one in it. Indices in ``sparse`` are alone.
     """
+    tensors = list(tensors)
+    # At the speed of C, for small models: one bucket has all.
+    indices, members = zip(*tensors, strict=True) if tensors else ((), ())
+    is_one = not sparse and len(set(map(_group, members))) == 1
+    if is_one and sum(map(_nbytes, members)) < limits[0]:
+        return [Filled(list(indices), limits[0])]
     full: list[Filled] = []
     filling: dict[_Group, tuple[Filled, int]] = {}
     num_full: Counter[_Group] = Counter()

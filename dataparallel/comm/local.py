@@ -34,7 +34,7 @@ DEFAULT_BUFFER_SIZE = 10485760
 LARGE_BYTES = 256 * 2**10
 
 _device, _layout = attrgetter("device"), attrgetter("layout")
-_dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
+_nbytes = attrgetter("nbytes")
 
 # --- one copy ------------------------------------------------------------------------------------
 
@@ -113,15 +113,12 @@ def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> li
     if {torch.strided}.issuperset(map(_layout, every)) and all(
         map(torch.Tensor.is_contiguous, every)
     ):
-        sizes = list(map(_nbytes, first))
-        alone = {i for i, size in enumerate(sizes) if size >= LARGE_BYTES}
-        small = [i for i in range(len(first)) if i not in alone]
-        if sum(map(sizes.__getitem__, small)) < buffer_size and len(set(map(_dtype, first))) == 1:
-            return [*[[i] for i in sorted(alone)], *([small] if small else [])]
+        alone = {i for i, size in enumerate(map(_nbytes, first)) if size >= LARGE_BYTES}
     else:
         columns = enumerate(zip(*rows, strict=True))
         alone = {i for i, column in columns if not all(_is_packable(t, column[0]) for t in column)}
-    return [group.indices for group in fill(enumerate(first), [buffer_size], alone)]
+    rest = [(i, tensor) for i, tensor in enumerate(first) if i not in alone]
+    return [*[[i] for i in sorted(alone)], *[some.indices for some in fill(rest, [buffer_size])]]
 
 
 def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:

@@ -455,7 +455,8 @@ def mark_as_parameters(aliases: Sequence[torch.Tensor], values: Sequence[torch.T
             if type(value) is not nn.Parameter:
                 alias.__class__ = type(value)
             marked.append(alias)
-        vars(alias).update(vars(value))
+        if attributes := vars(value):
+            vars(alias).update(attributes)
     torch_internals.mark_as_parameters(marked)
 
 
