@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -372,6 +373,20 @@ class Watched(nn.Module):
     def overlapped(self) -> bool:
         spans, self.spans[:] = sorted(self.spans), []
         return any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
+
+
+def test_wrapped_functions_of_the_compiler_are_cloned_without_going_over_the_layers() -> None:
+    def count(num_layers: int) -> int:
+        net = compile_whole(nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))))
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name))
+        try:
+            dataparallel.replicate(net, CPU)
+        finally:
+            sys.setprofile(None)
+        return calls.count("substitute")
+
+    assert 0 < count(12) == count(2)
 
 
 @pytest.mark.parametrize(("wrap", "in_turn"), [(compile_whole, 2), (lambda net: net, 1)])

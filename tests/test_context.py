@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dataparallel import DataParallel, DistributedDataParallel, torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
+from dataparallel.threads.context import pauses
 from dataparallel.threads.workers import WorkerPools
 from tests.models import assert_all_close, compare, grads_of, twins
 
@@ -316,3 +319,20 @@ def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: l
         model(x)
     net.fails = bare.fails = False  # type: ignore[assignment]
     compare(model, bare, x)
+
+
+def test_threads_of_the_callers_operations_end_before_replicas_run() -> None:
+    before, count = torch.get_num_threads(), psutil.Process().num_threads
+    model, x = DataParallel(nn.Linear(3, 3), ["cpu"] * 2), torch.randn(4, 3)
+    torch.set_num_threads(2)
+    try:
+        model(x)
+        without = count()
+        torch.ones(1 << 20).exp_()
+        assert without < (spinning := count())
+        model(x)
+        # With an OpenMP of another kind they stay.
+        assert count() == (without if pauses((CPU, CPU), os.getpid()) else spinning)
+    finally:
+        torch.set_num_threads(before)
+    assert pauses((CPU,), os.getpid()) == pauses((CPU, CPU), -1) == []

@@ -344,6 +344,7 @@ def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
 ) -> None:
     timed, ran, second = list[bool](), list[int](), threading.Event()
     monkeypatch.setattr(apply.Pace, "is_in_turn", lambda self: True)
+    monkeypatch.setattr(apply.Pace, "is_trial", True)
     monkeypatch.setattr(apply.Pace, "took", lambda self, _, in_turn: timed.append(in_turn))
 
     class Fails(nn.Module):

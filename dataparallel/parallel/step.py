@@ -52,7 +52,7 @@ class Runner:
         self._pools = WorkerPools()
         # The kinds of calls that compile nothing.
         self._quiet_calls: set[Hashable] = set()
-        self._pace = Pace()
+        self._paces: dict[Phase, Pace] = {"forward": Pace(), "backward": Pace()}
         # Of the model, and some of criteria and of forwards that run at the same time.
         self._idle: deque[ModuleClones] = deque(maxlen=8)
         # Per thread the first replica of those that it was given last, their clones, and whether
@@ -76,8 +76,7 @@ class Runner:
             self.devices[: len(calls)],
             self._pools,
             quiet=self._quiet_calls,
-            # The engine runs backward without the interpreter's lock.
-            pace=self._pace if phase == "forward" else None,
+            pace=self._paces.get(phase),
             timeline=self._timeline,
             phase=phase,
         )

@@ -628,7 +628,9 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return parts, lambda new: kind(new[0], *new[1], **new[2])
     if isinstance(value, types.FunctionType):
         cells = map(_content, value.__closure__ or ())
-        parts = [*cells, value.__defaults__, value.__kwdefaults__, value.__dict__]
+        # The compiler wraps modules in functions, to which functools.wraps copies all attributes.
+        attributes = {n: own for n, own in value.__dict__.items() if n not in REGISTRIES}
+        parts = [*cells, value.__defaults__, value.__kwdefaults__, attributes]
         return parts, functools.partial(_rebuilt_function, value)
     # Of the same class: a WeakMethod refers to a method that nothing else holds.
     return [value()], lambda new: kind(new[0])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from dataparallel import torch_internals
 from dataparallel.errors import locate
 from dataparallel.threads import compile as compiling
 from dataparallel.threads import meeting as meetings
-from dataparallel.threads.context import ThreadContext, is_portable
+from dataparallel.threads.context import ThreadContext, is_portable, pauses
 from dataparallel.threads.meeting import Replica as Replica
 from dataparallel.threads.meeting import current_replica as current_replica
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline
@@ -101,9 +102,13 @@ class Pace:
     """Whether the replicas of one owner take less time in turn than at the same time.
 
     Where a module calls many small operators, the threads of its replicas mostly wait for the
-    interpreter's lock, and hand it over at each operator. In turn they keep it. Nobody sees that in
-    a module, so the pace times some calls either way, and keeps the faster way.
+    interpreter's lock, and hand it over at each operator. In turn they keep it. Backward needs the
+    lock where code is compiled, or functions are written in Python. Nobody sees that in a module,
+    so the pace times some calls either way, and keeps the faster way.
     """
+
+    #: Whether the call that has begun is timed.
+    is_trial = False
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -115,13 +120,12 @@ class Pace:
         """Whether the next call runs in turn."""
         self._num_calls += 1
         trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
-        return trial % 2 == 1 if 0 <= trial < 2 * _NUM_TRIED else self._in_turn
+        self.is_trial = 0 <= trial < 2 * _NUM_TRIED
+        return trial % 2 == 1 if self.is_trial else self._in_turn
 
     def took(self, seconds: float, *, in_turn: bool) -> None:
         """Learn from the call that has ended."""
         trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
-        if not 0 <= trial < 2 * _NUM_TRIED:
-            return
         self._seconds[in_turn].append(seconds)
         if seconds > _LONG:
             self._num_calls += 2 * _NUM_TRIED - trial
@@ -173,10 +177,13 @@ def apply_replicas(
             return [run.here(i) for i in range(len(calls))]
         context = ThreadContext(devices)
         tasks = [context.task(i, run.replica, i) for i in range(len(calls))]
+        # In turn, replicas leave a core to threads that spin.
+        for pause in pauses(tuple(devices), os.getpid()) if turns is None else ():
+            pause()
         begin = time.perf_counter()
         release = functools.partial(meeting.close, "the call was interrupted")
         results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=release)
-        if pace is not None and (compiles is None or not compiles.has_compiled):
+        if pace is not None and pace.is_trial and not (compiles and compiles.has_compiled):
             pace.took(time.perf_counter() - begin, in_turn=turns is not None)
         return results
 

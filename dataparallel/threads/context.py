@@ -34,6 +34,10 @@ Note [Intra-op threads of one thread]
 process. So the libraries that torch has loaded are asked directly: ``omp_set_num_threads`` (by
 OpenMP's definition per thread) and MKL's ``MKL_Set_Num_Threads_Local``. Where they are not found,
 replica threads keep the process's setting: right results, more threads than cores.
+
+The threads that have helped the caller with an operation, if only a small softmax, then spin for
+some milliseconds in case another one follows. They would keep replicas off the cores, so they end
+before replicas run at the same time; the caller's next operation starts others.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ import contextvars
 import ctypes
 import functools
 import operator
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -57,6 +62,10 @@ from dataparallel.threads import random as replica_random
 T = TypeVar("T")
 #: A setting that is one value: how to read it, and how to set it.
 _Setting: TypeAlias = tuple[Callable[[], Any], Callable[[Any], object]]
+
+_PROCESS = os.getpid()
+# OpenMP's omp_pause_soft.
+_SOFT = 1
 
 # False where denormals are flushed: the number is below the smallest normal one.
 _keeps_denormals = functools.partial(operator.gt, 5e-324, 0.0)
@@ -180,23 +189,39 @@ def _of_checkpoint(owned: object) -> bool:
 
 
 @functools.cache
-def _setters() -> tuple[Callable[[int], object], ...]:
+def _library() -> ctypes.CDLL | None:
     # A library of torch, which is loaded already. Symbols are looked up in the dependencies too, so
-    # this is the OpenMP torch runs on.
+    # this has those of the OpenMP and the MKL that torch runs on.
     for path in (pathlib.Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
-        library = ctypes.CDLL(str(path))
-        # Integers go to C as they are, and MKL's result is nothing but an integer.
-        names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
-        if hasattr(library, names[0]):
-            return tuple(getattr(library, name) for name in names if hasattr(library, name))
-    return ()
+        return ctypes.CDLL(str(path))
+    return None
+
+
+@functools.cache
+def _setters() -> tuple[Callable[[int], object], ...]:
+    # Integers go to C as they are, and MKL's result is nothing but an integer.
+    library, names = _library(), ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+    if not hasattr(library, names[0]):
+        return ()
+    return tuple(getattr(library, name) for name in names if hasattr(library, name))
+
+
+@functools.lru_cache(maxsize=64)
+def pauses(devices: tuple[torch.device, ...], process: int) -> list[Callable[[], object]]:
+    """What ends the OpenMP threads of the calling thread; nothing where no slots share the CPU."""
+    library, shares = _library(), sum(not _devices.is_accelerator(device) for device in devices) > 1
+    # A forked process has none of the threads that it would wait for. In LLVM's OpenMP all threads
+    # of a process pause together.
+    if not shares or process != _PROCESS or hasattr(library, "__kmpc_fork_call"):
+        return []
+    pause = getattr(library, "omp_pause_resource_all", None)
+    return [] if pause is None else [functools.partial(pause, _SOFT)]
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Within it, element-wise operations of this thread use one thread, as around CPU replicas."""
-    # After an operation with several threads, OpenMP's threads spin for some milliseconds in case
-    # another one follows, and meanwhile they would keep replica threads off the cores.
+    # See Note [Intra-op threads of one thread]; scatter and gather need no others.
     # Not MKL's setting: it is not used here, and setting it back would fix it for this thread.
     setters, before = _setters()[:1], torch.get_num_threads()
     try:

@@ -62,6 +62,11 @@ def _add_train(subjects: Subparsers) -> None:
         "or in each replica (model.loss)")  # fmt: skip
     add("--optimizer", choices=["sgd", "adamw"], default="sgd",
         help="of all contestants; default: sgd, which keeps no state")  # fmt: skip
+    add(
+        "--compile",
+        action="store_true",
+        help="let torch.compile compile the module of each contestant before it is wrapped",
+    )
     add_rounds(parser)
 
 

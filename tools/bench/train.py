@@ -94,6 +94,7 @@ def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
         threads=arguments.threads_per_replica,
         loss=arguments.loss,
         optimizer=arguments.optimizer,
+        compiles=arguments.compile,
         wrapper=arguments.wrapper,
     )
 

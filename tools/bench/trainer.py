@@ -35,6 +35,7 @@ class TrainTask(Task):
         loss: Whether ours takes the loss of the gathered output or of each replica.
         optimizer: Which of torch's.
         bucket_cap_mb: Size limit of a bucket. Default: the wrapper's own.
+        compiles: Whether the module of each contestant is compiled.
     """
 
     module: ClassVar[str] = __name__
@@ -44,6 +45,7 @@ class TrainTask(Task):
     loss: Literal["gathered", "replicas"] = "gathered"
     optimizer: Optimizer = "sgd"
     bucket_cap_mb: float | None = None
+    compiles: bool = False
 
 
 def begin(task: dict[str, Any]) -> Trainer:
@@ -72,6 +74,10 @@ class Trainer:
         self.memory = MemoryGauge(self.seat.slots)
         torch.manual_seed(1)
         self.module = case.build().to(self.seat.device)
+        if task.compiles:
+            # Not its method, which does nothing to an nn.Sequential. The bare module sees chunks at
+            # first, then whole batches.
+            self.module = torch.compile(self.module, dynamic=False)
         self.model = self.seat.wrap(self.module, task.bucket_cap_mb)
         self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
         if task.kind == "watched" and isinstance(self.model, DataParallel):
