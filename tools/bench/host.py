@@ -62,7 +62,7 @@ class Row:
     rounds: dict[str, tuple[float, ...]]
     seconds: dict[str, Spread]
     over_bare: Spread
-    counts: dict[str, int]
+    counts: dict[str, Any]
     agrees: bool
 
 
@@ -186,7 +186,7 @@ def build_table(rows: Sequence[Row], title: str) -> Table:
             str(counts["operators"]),
             f"{counts['copied_bytes'] / 1024:.1f}",
             str(counts["allocations"]),
-            str(counts["host_waits"]),
+            "?" if counts["host_waits"] is None else str(counts["host_waits"]),
         )
     return table
 
@@ -208,5 +208,5 @@ def _notes(arguments: argparse.Namespace) -> list[str]:
         "x bare: step / that of the bare module, in each round; ✗: it computes something else",
         "calls: of Python functions, of this package and in all",
         "KiB: copied by operators that only copy; blocks: of memory, new in operators' results",
-        "waits: how often the host waits for a device",
+        "waits: how often the host waits for a device; ?: not known",
     ]

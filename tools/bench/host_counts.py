@@ -7,7 +7,7 @@ import pathlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import dataparallel
 from dataparallel import devices, kernels, tools
-from dataparallel.torch_internals import address_of_storage, dispatch_mode, tree_leaves
+from dataparallel.torch_internals import address_of_storage, dispatch_mode
 
 #: Operators that do nothing but copy; each returns, or is given first, what it has written.
 _COPIES = ("copy_", "to_copy", "clone", "cat", "stack", "foreach_copy_")
@@ -77,7 +77,7 @@ class _Operators:
         # Those of torch's profiler are marks and no work.
         if func.namespace != "profiler":
             name = func.overloadpacket.__name__.lstrip("_")
-            given, made = _memory((args, kwargs)), _memory(result)
+            given, made = _memory(args), _memory((result,))
             written = made or _memory(args[:1])
             copied = sum(written.values()) if name in _COPIES else 0
             read = int(name == "local_scalar_dense")
@@ -85,18 +85,22 @@ class _Operators:
         return result
 
 
-def _memory(tree: Any) -> dict[int, int]:
-    """By block of memory, the bytes that the tensors in ``tree`` have in it."""
+def _memory(values: Iterable[Any]) -> dict[int, int]:
+    """By block of memory, the bytes that tensors have in it; they may be in lists."""
     found: dict[int, int] = {}
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            block = address_of_storage(leaf.untyped_storage())
-            found[block] = found.get(block, 0) + leaf.nbytes
+    for value in values:
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(leaf, Tensor):
+                block = address_of_storage(leaf.untyped_storage())
+                found[block] = found.get(block, 0) + leaf.nbytes
     return found
 
 
-def count_operators(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Operators of one step, bytes that they copy, results with new memory, and host waits."""
+def count_operators(step: Callable[[], object], device: torch.device) -> dict[str, int | None]:
+    """Operators of one step, bytes that they copy, results with new memory, and host waits.
+
+    The waits are None where the accelerator does not tell of them.
+    """
     mode = _Operators()
     with _waits(device) as waits, dispatch_mode(mode):
         step()
@@ -111,16 +115,19 @@ def count_operators(step: Callable[[], object], device: torch.device) -> dict[st
 
 
 @contextlib.contextmanager
-def _waits(device: torch.device) -> Iterator[Callable[[], int]]:
+def _waits(device: torch.device) -> Iterator[Callable[[], int | None]]:
     """Yields what tells how often the host has waited for an accelerator."""
     if dataparallel.virtual.is_enabled():
         before = dataparallel.virtual.counters()["host_waits"]
         yield lambda: dataparallel.virtual.counters()["host_waits"] - before
         return
-    # That of CUDA warns; others have none, and their waits are not known.
-    warn = getattr(torch.get_device_module(device), "set_sync_debug_mode", lambda mode: None)
+    # That of CUDA warns at each wait.
+    set_mode = getattr(torch.get_device_module(device), "set_sync_debug_mode", None)
+    if set_mode is None:
+        yield lambda: None
+        return
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        warn("warn")
-        yield lambda: sum("synchronizing" in str(each.message) for each in seen)
-        warn("default")
+        set_mode("warn")
+        yield lambda: sum("called a synchronizing" in str(each.message) for each in seen)
+        set_mode("default")
