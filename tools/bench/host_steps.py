@@ -18,7 +18,7 @@ from dataparallel.tools.bench.seat import Seat
 #: Features of each layer: next to no arithmetic.
 _WIDTH = 4
 #: After the steps before, steady ones follow these: the first eleven learn an order and are timed.
-_WARM_UP = 2
+_WARM_UP = 1
 #: Small models repeat their step more often in a turn, up to so many times.
 _MOST_REPEATS = 3
 
