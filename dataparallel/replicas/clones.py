@@ -53,6 +53,8 @@ _log = logging.getLogger("dataparallel")
 _MISSING = object()
 # Types that cannot refer to anything; most attributes of a module are of one of them.
 _OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+# Attributes that each module has.
+_OF_MODULES = frozenset(vars(nn.Module()))
 _device = attrgetter("device")
 _registries = itemgetter(*REGISTRIES)
 _hooks = itemgetter(*torch_internals.MODULE_HOOKS)
@@ -629,7 +631,7 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if isinstance(value, types.FunctionType):
         cells = map(_content, value.__closure__ or ())
         # The compiler wraps modules in functions, to which functools.wraps copies all attributes.
-        attributes = {n: own for n, own in value.__dict__.items() if n not in REGISTRIES}
+        attributes = {n: own for n, own in value.__dict__.items() if n not in _OF_MODULES}
         parts = [*cells, value.__defaults__, value.__kwdefaults__, attributes]
         return parts, functools.partial(_rebuilt_function, value)
     # Of the same class: a WeakMethod refers to a method that nothing else holds.
