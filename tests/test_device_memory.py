@@ -41,7 +41,7 @@ def peaks(
             virtual.synchronize(device)
             virtual.reset_peak_memory_stats(device)
         optimizer.zero_grad()
-        loss().backward()  # type: ignore[no-untyped-call]
+        loss().backward()
         optimizer.step()
     return [virtual.max_memory_allocated(d) - b for d, b in zip(devices, before, strict=True)]
 
@@ -70,7 +70,7 @@ def test_no_device_holds_more_than_the_bare_module_on_one_chunk(
     def ours() -> tuple[nn.Module, Callable[[], Tensor]]:
         net, x = build()
         model, y = wrap(net), torch.zeros(len(x), dtype=torch.long)
-        return model, lambda: model.loss(criterion, x, y)  # type: ignore[no-any-return]
+        return model, lambda: model.loss(criterion, x, y)
 
     (alone,) = peaks(SLOTS[:1], bare, adam)
     (stateless,) = peaks(SLOTS[:1], bare, False)
