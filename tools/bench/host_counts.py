@@ -73,11 +73,12 @@ class _Operators:
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         # Those of torch's profiler are marks and no work.
         if func.namespace != "profiler":
             name = func.overloadpacket.__name__.lstrip("_")
-            given, made = _memory(args), _memory((result,))
+            given, made = _memory((*args, *kwargs.values())), _memory((result,))
             written = made or _memory(args[:1])
             copied = sum(written.values()) if name in _COPIES else 0
             read = int(name == "local_scalar_dense")
