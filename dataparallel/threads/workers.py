@@ -147,9 +147,9 @@ class Workers:
             if join and thread is not threading.current_thread():
                 thread.join(_JOIN_TIMEOUT)
 
-    def __del__(self) -> None:
-        # At the end others may still use them, see Note [Threads at the end].
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the end others may still use them, see Note [Threads at the end], and globals are gone.
+        if not is_finalizing():
             self.close()
 
     def start(self, call: _Call, num_tasks: int) -> None:
