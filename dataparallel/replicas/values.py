@@ -35,7 +35,7 @@ import threading
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter, eq, is_, ne
+from operator import attrgetter, eq, is_, itemgetter, ne
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -59,6 +59,7 @@ _LOOKS_AT_ONCE = 8
 
 _kind = attrgetter("dtype", "shape", "requires_grad")
 _version = attrgetter("_version")
+_params = itemgetter("params")
 
 
 #: By the id of a tensor, a number that changes with each step of an optimizer, and the thread that
@@ -76,7 +77,8 @@ def steps_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any, begins: bool = False) -> None:
     # What another thread copies in the middle of the step is to be changed after it.
     step = next(_numbers), threading.get_ident() if begins else 0
-    _steps.update((id(p), step) for group in optimizer.param_groups for p in group["params"])
+    parameters = itertools.chain.from_iterable(map(_params, optimizer.param_groups))
+    _steps.update(dict.fromkeys(map(id, parameters), step))
 
 
 register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
