@@ -73,12 +73,12 @@ class Trainer:
         del inputs, targets
         self.memory = MemoryGauge(self.seat.slots)
         torch.manual_seed(1)
-        module: Any = case.build().to(self.seat.device)
+        self.module: Any = case.build().to(self.seat.device)
         if task.compiles:
             # Not its method, which does nothing to an nn.Sequential. The bare module sees chunks at
             # first, then whole batches.
-            module = torch.compile(module, dynamic=False)
-        self.model = self.seat.wrap(module, task.bucket_cap_mb)
+            self.module = torch.compile(self.module, dynamic=False)
+        self.model = self.seat.wrap(self.module, task.bucket_cap_mb)
         self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
         if task.kind == "watched" and isinstance(self.model, DataParallel):
             # For as long as the process lives; somebody may look at it meanwhile.
