@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 #: Native threads of torch that start at their first use and stay: there is no way to end them.
 _STANDING = ("pt_autograd", "pt_main_thread")
 
@@ -35,6 +37,8 @@ def _held() -> Counter[str]:
     # Late: tests of other things import this file where psutil is not installed.
     import psutil
 
+    # OpenMP's threads end when replicas begin to run, and start when they are needed.
+    torch.ones(1 << 18).exp_()
     found = Counter(f"thread {each.name!r} ({each.ident})" for each in threading.enumerate())
     servers = {getattr(owner, name, None) for owner, name in _SERVERS}
     # What has ended meanwhile is not held.
