@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import ScalarFormatter, StrMethodFormatter
 
 from dataparallel.tools.monitor.palette import LINE_COLORS
 
@@ -29,7 +29,9 @@ def draw(results: Mapping[int, Sequence[Row]], device: str, target: str) -> None
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0.0)
-        axes.legend(frameon=False)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        # Below the axes, where no line can be.
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     figure.savefig(target, dpi=120)
 
 
