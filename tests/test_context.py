@@ -321,7 +321,11 @@ def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: l
     compare(model, bare, x)
 
 
-def test_threads_of_the_callers_operations_end_before_replicas_run() -> None:
+def test_threads_of_the_callers_operations_end_before_replicas_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    pauses.cache_clear()
     before, count = torch.get_num_threads(), psutil.Process().num_threads
     model, x = DataParallel(nn.Linear(3, 3), ["cpu"] * 2), torch.randn(4, 3)
     torch.set_num_threads(2)
@@ -336,3 +340,8 @@ def test_threads_of_the_callers_operations_end_before_replicas_run() -> None:
     finally:
         torch.set_num_threads(before)
     assert pauses((CPU,), os.getpid()) == pauses((CPU, CPU), -1) == []
+    # Those that are told to be passive may stay.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    pauses.cache_clear()
+    assert pauses((CPU, CPU), os.getpid()) == []
+    pauses.cache_clear()

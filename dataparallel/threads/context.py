@@ -212,7 +212,9 @@ def pauses(devices: tuple[torch.device, ...], process: int) -> list[Callable[[],
     library, shares = _library(), sum(not _devices.is_accelerator(device) for device in devices) > 1
     # A forked process has none of the threads that it would wait for. In LLVM's OpenMP all threads
     # of a process pause together.
-    if not shares or process != _PROCESS or hasattr(library, "__kmpc_fork_call"):
+    # Told to be passive they use no core while they wait, and cost time to start again.
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    if is_passive or not shares or process != _PROCESS or hasattr(library, "__kmpc_fork_call"):
         return []
     pause = getattr(library, "omp_pause_resource_all", None)
     return [] if pause is None else [functools.partial(pause, _SOFT)]
