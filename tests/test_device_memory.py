@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.virtual import device_module as virtual
+from tests.cluster import Cluster
 
 SLOTS = [f"virtual:{i}" for i in range(3)]
 #: No device may hold more than this times what the bare module holds with one chunk: that, and the
@@ -94,3 +96,25 @@ def test_the_outputs_of_replicas_are_gone_once_they_are_gathered(wrapper: Any) -
     # Home has the gathered output, and each replica its chunk of the input.
     small = output.nbytes // 100
     assert rise[0] - output.nbytes < small and max(rise[1:]) < small
+
+
+def _peaks_with_views(rank: int, world_size: int) -> tuple[int, int]:
+    """Of the bare module, and of a replica whose buckets are sent."""
+    criterion = nn.CrossEntropyLoss()
+    y = torch.zeros(6, dtype=torch.long, device=SLOTS[0])
+
+    def make(wraps: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+        net, x = of_parameters()
+        model, x = net.to(SLOTS[0]), x.to(SLOTS[0])
+        if wraps:
+            options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.1}
+            model = DistributedDataParallel(model, SLOTS[:1], **options)
+        return model, lambda: criterion(model(x), y)
+
+    (bare,), (ours,) = (peaks(SLOTS[:1], partial(make, wraps), False) for wraps in (False, True))
+    return bare, ours
+
+
+def test_gradients_are_gone_once_they_are_in_a_bucket(cluster: Cluster) -> None:
+    for bare, ours in cluster.run(_peaks_with_views, 2, virtual=True):
+        assert ours <= MOST * bare

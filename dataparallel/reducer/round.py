@@ -296,8 +296,17 @@ class Round:
             self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
         if self.exchange is not None and bucket.reduces:
             self.exchange.send(bucket, sums)
+            if self._becomes_views(bucket):
+                # Their memory is for the rest of backward.
+                for index in bucket.indices:
+                    self.grads[index] = None
         else:
             self._step(bucket)
+
+    def _becomes_views(self, bucket: Bucket) -> bool:
+        """Whether ``.grad`` will be views of a bucket."""
+        # What is in a context has memory of its own, since contexts live side by side.
+        return bucket.is_viewed and self.accumulated.home.context_id is None
 
     def pass_on(self) -> Gradients:
         """What the engine is to have first; other sums stay until the backward has ended."""
@@ -334,8 +343,7 @@ class Round:
             nonfinite = self._hear(self.exchange, flats)
         for bucket, flat in zip(self.buckets.all, flats, strict=False):
             sums = [self.grads[index] for index in bucket.indices]
-            # What is in a context has memory of its own, since contexts live side by side.
-            as_views = bucket.is_viewed and self.accumulated.home.context_id is None
+            as_views = self._becomes_views(bucket)
             grads = bucket.received(flat, sums, self.marks, as_views=as_views)
             for index, grad in zip(bucket.indices, grads, strict=True):
                 late = self._extra.get(index)
