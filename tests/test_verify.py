@@ -57,7 +57,7 @@ CHANGES: list[tuple[Callable[[nn.Sequential], None] | dict[str, Any], str]] = [
     ({"deterministic": True}, "deterministic: False in @; True in #"),
     ({"init_sync": False}, "init_sync: True in @; False in #"),
     ({"forward_sync_buffers": False}, "forward_sync_buffers: True in @; False in #"),
-    ({"bucket_cap_mb": 1}, "bucket sizes in bytes: 26214400 in @; 1048576 in #"),
+    ({"bucket_cap_mb": 1}, "bucket sizes in bytes: 8388608 in @; 1048576 in #"),
     ({"nonfinite": "skip"}, "nonfinite: ignore in @; skip in #"),
 ]
 

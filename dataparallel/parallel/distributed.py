@@ -248,7 +248,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         process_group: The processes. Default: the default group. ``False``: this process trains
             alone, even if there is a group.
         bucket_cap_mb: Size of a bucket in MiB, or a list with one size per bucket. Default: 25 with
-            several processes; 4 with one, which has nothing to send.
+            several processes, 8 on the CPU; 4 with one process, which has nothing to send.
         find_unused_parameters: The default, ``None``, handles unused parameters without a flag.
             ``True`` and ``False`` mean the same as in torch.
         gradient_as_bucket_view: As in torch, with several processes. It saves a copy, but a
@@ -287,7 +287,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """
 
     _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
-        *("delayed", "hook", "optimizers", "separate"),
+        *("delayed", "hook", "on_cpu", "optimizers", "separate"),
         *("sends_buffers", "forward_sync_buffers", "init_sync"),
     }
     _MAY_SPREAD = True
@@ -372,6 +372,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         forwards = (broadcast if forward_sync is None else forward_sync) is not False
         self.options = replace(
             options,
+            on_cpu=not is_accelerator(self.device_ids[0]),
             # As in torch, `forward_sync_buffers` says nothing of the constructor.
             sends_buffers=forwards or forward_sync is not None,
             forward_sync_buffers=forwards,

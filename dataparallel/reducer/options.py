@@ -28,6 +28,8 @@ MIB = 2**20
 FIRST_BUCKET_BYTES = MIB
 #: As in torch.
 BUCKET_BYTES = 25 * MIB
+#: On the CPU what is sent early costs little, and gradients are packed while a cache has them.
+CPU_BUCKET_BYTES = 8 * MIB
 #: Without processes nothing is sent, and what a bucket holds is freed when it is summed: small
 #: buckets keep less alive.
 LOCAL_BUCKET_BYTES = 4 * MIB
@@ -96,6 +98,8 @@ class Options:
     nonfinite: NonFinitePolicy
     #: Whether the replicas are recorded in graphs of their devices.
     capture: bool = False
+    #: Whether the module is on the CPU.
+    on_cpu: bool = False
     #: Whether buffers are sent to other processes, and so must have the same shapes there.
     sends_buffers: bool = True
     #: Whether they are sent before forwards; and whether all states are when the wrapper is made.
@@ -160,7 +164,8 @@ class Options:
         """The limit of the buckets behind the first one, or a limit for each."""
         caps = self.bucket_cap_mb
         if caps is None:
-            return BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES
+            sent = CPU_BUCKET_BYTES if self.on_cpu else BUCKET_BYTES
+            return sent if sends else LOCAL_BUCKET_BYTES
         return (
             tuple(int(cap * MIB) for cap in caps) if isinstance(caps, Sequence) else int(caps * MIB)
         )
