@@ -49,7 +49,7 @@ def assert_same(left: Any, right: Any) -> None:
             assert_same(a, b)
     elif isinstance(left, Tensor):
         assert left.dtype == right.dtype
-        assert torch.equal(left.cpu(), right.cpu())
+        torch.testing.assert_close(left.cpu(), right.cpu(), rtol=0, atol=0, equal_nan=True)
     else:
         assert left == right
 
