@@ -342,6 +342,21 @@ def test_errors_where_a_graph_would_be_wrong(caplog: pytest.LogCaptureFixture) -
     torch.testing.assert_close(model(x), net(x))
 
 
+def test_a_module_that_counts_its_calls_runs_without_graphs() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(input) * self.calls
+
+    net = Counting(6, 3).to("virtual:0")
+    model = dp.DistributedDataParallel(net, ["virtual:0"], capture=True)
+    x = torch.ones(2, 6, device="virtual:0")
+    for number in range(1, 30):
+        torch.testing.assert_close(model(x), nn.functional.linear(x, net.weight, net.bias) * number)
+
+
 def test_refuses_gradients_that_a_graph_would_leave_out() -> None:
     outside = torch.ones(6, device="virtual:0", requires_grad=True)
 

@@ -18,6 +18,7 @@ next replay, so a forward that comes between the two runs as usual.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import weakref
@@ -70,8 +71,9 @@ class Recorder:
         self._num_changes = -1
         self._parts: Parts | None = None
         # The number of what the module is now, and those of what it has been.
-        self._structure = 0
+        self._structure = -1
         self._numbers: dict[Any, int] = {}
+        self._next = itertools.count()
         self._replicas: list[_Replica] = []
 
     def replace(
@@ -92,8 +94,12 @@ class Recorder:
             self._replicas = [_Replica(i, self._slots[i], row) for i, row in enumerate(rows)]
         if clones.parts is not None and clones.parts is not self._parts:
             structure = _structure_of(clones.parts)
-            self._structure = self._numbers.setdefault(structure, len(self._numbers))
-            self._parts = clones.parts
+            if structure not in self._numbers:
+                if len(self._numbers) == _MOST_KINDS:
+                    # The oldest. A module that counts its calls is another one each time.
+                    del self._numbers[next(iter(self._numbers))]
+                self._numbers[structure] = next(self._next)
+            self._structure, self._parts = self._numbers[structure], clones.parts
         pairs = zip(self._replicas, replicas, args, kwargs, strict=False)
         return [
             own.replace(clones, replica, self._structure, one, named)
