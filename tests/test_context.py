@@ -9,12 +9,14 @@ import contextlib
 import contextvars
 import functools
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dataparallel import DataParallel, DistributedDataParallel, torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
-from dataparallel.threads.context import pauses
 from dataparallel.threads.workers import WorkerPools
 from tests.models import assert_all_close, compare, grads_of, twins
 
@@ -321,31 +322,29 @@ def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: l
     compare(model, bare, x)
 
 
-def test_threads_of_the_callers_operations_end_before_replicas_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    pauses.cache_clear()
-    before = torch.get_num_threads()
-
-    def threads() -> set[int]:
-        return {each.id for each in psutil.Process().threads()}
-
-    model, x = DataParallel(nn.Linear(3, 3), ["cpu"] * 2), torch.randn(4, 3)
-    torch.set_num_threads(2)
-    try:
+def test_threads_of_the_callers_operations_end_before_replicas_run() -> None:
+    """In a process of its own: other tests may have brought threads, or an OpenMP, of their own."""
+    code = """
+        import os, psutil, torch
+        from dataparallel import DataParallel
+        from dataparallel.threads.context import pauses
+        torch.set_num_threads(2)
+        cpu = torch.device("cpu")
+        threads = lambda: {each.id for each in psutil.Process().threads()}
+        model, x = DataParallel(torch.nn.Linear(3, 3), ["cpu"] * 2), torch.randn(4, 3)
         model(x)
         without = threads()
         torch.ones(1 << 20).exp_()
         spinning = threads() - without
         model(x)
-        # Where some library has brought an OpenMP of another kind, they stay.
-        assert bool(spinning - threads()) == bool(pauses((CPU, CPU), os.getpid()))
-    finally:
-        torch.set_num_threads(before)
-    assert pauses((CPU,), os.getpid()) == pauses((CPU, CPU), -1) == []
-    # Those that are told to be passive may stay.
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    pauses.cache_clear()
-    assert pauses((CPU, CPU), os.getpid()) == []
-    pauses.cache_clear()
+        ends = bool(pauses((cpu, cpu), os.getpid()))
+        assert bool(spinning - threads()) == ends, (ends, spinning)
+        assert pauses((cpu,), os.getpid()) == pauses((cpu, cpu), -1) == []
+        # Those that are told to be passive may stay.
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        pauses.cache_clear()
+        assert pauses((cpu, cpu), os.getpid()) == []
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.run(command, check=True, timeout=100, env=environment)
