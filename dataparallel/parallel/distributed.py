@@ -272,7 +272,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             forward left them.
         capture: Whether to record each replica's forward and backward in CUDA graphs, which launch
             all kernels at once: for models that wait for the host. The module reads nothing back,
-            has no hooks, and few shapes of inputs; see Note [Recorded replicas]. Default: False.
+            has no hooks, and gets few shapes of inputs, else its forward raises a RuntimeError or
+            runs as usual, see "CUDA graphs" in the documentation. Default: False.
         output_device, dim, buffers, scalars, in_dims, out_dims: See :class:`DataParallel`.
 
     Attributes:

@@ -15,7 +15,13 @@ import torch
 from rich.console import Console
 
 from dataparallel.comm.bucket_plan import plan_buckets
-from dataparallel.reducer.options import BUCKET_BYTES, FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, MIB
+from dataparallel.reducer.options import (
+    BUCKET_BYTES,
+    CPU_BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LOCAL_BUCKET_BYTES,
+    MIB,
+)
 from dataparallel.tools.bench import output
 from dataparallel.tools.bench.cases import CASES
 from dataparallel.tools.bench.costs import LARGE, SMALL, CostTask
@@ -158,7 +164,7 @@ def costs_of(alone: Outcome, between: Outcome, cap_mb: float | None, cores: int 
         pack_per_byte=took["pack"] / size,
         moved=0 if cores else size + told["batch"],
         alone=_plan(told, LOCAL_BUCKET_BYTES, cap_mb, LOCAL_BUCKET_BYTES),
-        across=_plan(told, FIRST_BUCKET_BYTES, cap_mb, BUCKET_BYTES),
+        across=_plan(told, FIRST_BUCKET_BYTES, cap_mb, CPU_BUCKET_BYTES if cores else BUCKET_BYTES),
         cores=cores,
     )
 
