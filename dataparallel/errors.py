@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -81,3 +82,33 @@ def add_note(error: BaseException, note: str) -> None:
     else:
         # Python 3.10 shows no notes, but keeps them for whoever looks.
         vars(error).setdefault("__notes__", []).append(note)
+
+
+# --- optional packages ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Within the ``with`` block a missing package is explained by the extra that brings it.
+
+    Example::
+
+        with needs_extra("tools"):
+            from rich.table import Table
+
+    Args:
+        extra: Name of an optional dependency group of this package.
+
+    Raises:
+        ImportError: A package is missing; the message holds the command that installs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "dataparallel":
+            raise
+        raise ImportError(
+            f"this needs the package {error.name!r}, which is not installed; "
+            f'install it with: pip install "dataparallel[{extra}]"',
+            name=error.name,
+        ) from error

@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import pytest
 
+from dataparallel.errors import needs_extra
 from dataparallel.tools import arguments, cli, completion
-from dataparallel.tools.extras import needs_extra
 from tests.monitor.cases import make_sample, write_recording
 
 COMMANDS = (

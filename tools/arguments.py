@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from dataparallel.tools.extras import needs_extra
+from dataparallel.errors import needs_extra
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction["Parser"]

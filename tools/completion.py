@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dataparallel.errors import needs_extra
 from dataparallel.tools.arguments import add_command
-from dataparallel.tools.extras import needs_extra
 
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from dataparallel.tools.monitor.reading import DeviceReading
-from dataparallel.tools.monitor.sources.source import SourceReading
+from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.readings.source import SourceReading
 
 MEBIBYTE = 2**20
 

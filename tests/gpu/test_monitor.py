@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from dataparallel.monitor.readings.nvml import NvmlSource
+from dataparallel.monitor.readings.nvml_processes import sees_host_processes
+from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunInfo, device_uuid
-from dataparallel.tools.monitor.reading import DeviceReading
-from dataparallel.tools.monitor.sources.nvml import NvmlSource
-from dataparallel.tools.monitor.sources.nvml_processes import sees_host_processes
-from dataparallel.tools.monitor.sources.source import SourceReading
 from tests.gpu.nvidia_smi import MEBIBYTE, differences, work
 
 pytestmark = pytest.mark.gpu

@@ -14,15 +14,15 @@ from typing import Any, Literal
 import pytest
 
 from dataparallel.monitor import attach
-from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
-from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.threads.timeline import PHASES, Phase
-from dataparallel.tools.monitor.reading import (
+from dataparallel.monitor.readings.reading import (
     DeviceReading,
     HostReading,
     ProcessReading,
     Sample,
 )
+from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
+from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.threads.timeline import PHASES, Phase
 
 Seconds = dict[Phase, float]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from dataparallel.tools.monitor.sources.nvml import NvmlSource
+from dataparallel.monitor.readings.nvml import NvmlSource
 
 UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TOO_SMALL = 1, 3, 6, 7
 ALL_LINKS = 0xFFFFFFFF

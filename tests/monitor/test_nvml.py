@@ -20,13 +20,13 @@ import pynvml
 import pytest
 import torch
 
-from dataparallel.tools.monitor.host_processes import HostProcesses
-from dataparallel.tools.monitor.reading import DeviceReading
-from dataparallel.tools.monitor.sources.nvml import NvmlSource
-from dataparallel.tools.monitor.sources.nvml_errors import MEANINGS, explain
-from dataparallel.tools.monitor.sources.nvml_processes import NO_NAMES, sees_host_processes
-from dataparallel.tools.monitor.sources.source import SourceReading
-from dataparallel.tools.monitor.sources.visible_devices import Identity, visible_devices
+from dataparallel.monitor.readings.host_processes import HostProcesses
+from dataparallel.monitor.readings.nvml import NvmlSource
+from dataparallel.monitor.readings.nvml_errors import MEANINGS, explain
+from dataparallel.monitor.readings.nvml_processes import NO_NAMES, sees_host_processes
+from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.readings.source import SourceReading
+from dataparallel.monitor.readings.visible_devices import Identity, visible_devices
 from tests.monitor.cases import GIB, make_info
 from tests.monitor.nvml_stub import ALL_LINKS, EVERYTHING, NEW, OLD, Clock, Device, Stub
 from tests.monitor.nvml_stub import clock as clock

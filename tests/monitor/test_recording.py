@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import record_command
-from dataparallel.tools.monitor.reading import Sample
 from dataparallel.tools.monitor.recorder import Recorder
 from dataparallel.tools.monitor.recording import read_recording
-from dataparallel.tools.monitor.sampler import Sampler
-from dataparallel.tools.monitor.sources.replay import Replay
+from dataparallel.tools.monitor.replay import Replay
 from tests.monitor.cases import device, make_sample, sample
 
 

@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 from rich.console import Console
 
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
-from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recording import times_of
 from dataparallel.tools.monitor.report import RunReport, energy_used, make_report
 from dataparallel.tools.monitor.report_command import print_report

@@ -20,20 +20,20 @@ import torch
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
+from dataparallel.monitor.readings.cgroup import Memory, memory
+from dataparallel.monitor.readings.cpu import CpuSource
+from dataparallel.monitor.readings.host import HostReader
+from dataparallel.monitor.readings.nvml import NvmlSource
+from dataparallel.monitor.readings.processors import BusyShare, processor_times, usable_processors
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.tools.monitor import command, opening
 from dataparallel.tools.monitor.background import BackgroundSampler
-from dataparallel.tools.monitor.cgroup import Memory, memory
-from dataparallel.tools.monitor.host import HostReader
-from dataparallel.tools.monitor.processors import BusyShare, processor_times, usable_processors
-from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
-from dataparallel.tools.monitor.sampler import Sampler
 from dataparallel.tools.monitor.sizes import duration, size
-from dataparallel.tools.monitor.sources.cpu import CpuSource
-from dataparallel.tools.monitor.sources.nvml import NvmlSource
-from dataparallel.tools.monitor.sources.source import SourceReading
-from dataparallel.tools.monitor.sources.virtual import VirtualSource
+from dataparallel.tools.monitor.virtual_source import VirtualSource
 from tests.monitor.cases import make_run, sample, write_recording
 from tests.monitor.cases import run_folder as run_folder
 

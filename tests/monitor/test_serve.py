@@ -28,13 +28,13 @@ from urllib.parse import quote
 import pytest
 from prometheus_client import generate_latest, parser
 
+from dataparallel.monitor.readings.metrics import METRICS
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import command, opening, serve_command
-from dataparallel.tools.monitor.metrics import METRICS
 from dataparallel.tools.monitor.prometheus import registry_of
-from dataparallel.tools.monitor.reading import DeviceReading, HostReading, ProcessReading, Sample
 from dataparallel.tools.monitor.sample_store import SampleStore
-from dataparallel.tools.monitor.sampler import Sampler
 from dataparallel.tools.monitor.serve_command import serving
 from dataparallel.tools.monitor.server import Answer, MonitorServer, Route
 from dataparallel.tools.monitor.site import routes

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading, Sample
+from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
-from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading, Sample
 from dataparallel.tools.monitor.report import make_report
-from dataparallel.tools.monitor.sampler import Sampler
 from dataparallel.tools.monitor.view import View
 from tests.monitor.cases import (
     BEGIN,

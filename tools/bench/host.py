@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dataparallel.errors import needs_extra
 from dataparallel.tools.bench.harness import (
     Contestant,
     Kind,
@@ -34,7 +35,6 @@ from dataparallel.tools.bench.output import (
     write_json,
 )
 from dataparallel.tools.bench.results import agree
-from dataparallel.tools.extras import needs_extra
 from dataparallel.tools.monitor.command import SUFFIXES
 
 _WRAPPERS: dict[Literal["dp", "ddp"], str] = {"dp": "our DP", "ddp": "our DDP"}

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from dataparallel.tools.doctor.check import Check, Probe
-from dataparallel.tools.monitor.sources.nvml_errors import (
+from dataparallel.monitor.readings.nvml_errors import (
     LIBRARY_NOT_FOUND,
     MEANINGS,
     package_problem,
 )
+from dataparallel.tools.doctor.check import Check, Probe
 
 
 def devices(probe: Probe) -> Iterator[Check]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.history import History, RunHistory
-from dataparallel.tools.monitor.reading import DeviceReading
 from dataparallel.tools.monitor.run_period import summarize_periods
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from dataparallel.tools.monitor.reading import Sample
-from dataparallel.tools.monitor.sampler import Sampler
+from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.readings.sampler import Sampler
 
 
 class BackgroundSampler:

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from dataparallel.monitor.findings import RunTotals, add_up
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import Phase
-from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.run_period import RunPeriod, continues
 
 #: So many states are kept at most, however often samples are taken.

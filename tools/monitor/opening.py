@@ -8,15 +8,15 @@ from pathlib import Path
 
 from dataparallel import virtual
 from dataparallel.monitor.attach import runs
-from dataparallel.tools.monitor.host import HostReader
-from dataparallel.tools.monitor.processors import BusyShare
+from dataparallel.monitor.readings.cpu import CpuSource
+from dataparallel.monitor.readings.host import HostReader
+from dataparallel.monitor.readings.nvml import NvmlSource
+from dataparallel.monitor.readings.processors import BusyShare
+from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.readings.source import Source
+from dataparallel.tools.monitor.replay import Replay
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
-from dataparallel.tools.monitor.sampler import Sampler
-from dataparallel.tools.monitor.sources.cpu import CpuSource
-from dataparallel.tools.monitor.sources.nvml import NvmlSource
-from dataparallel.tools.monitor.sources.replay import Replay
-from dataparallel.tools.monitor.sources.source import Source
-from dataparallel.tools.monitor.sources.virtual import VirtualSource
+from dataparallel.tools.monitor.virtual_source import VirtualSource
 
 SOURCES = ("auto", "nvml", "cpu", "virtual")
 

@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dataparallel.monitor.findings import RunTotals, add_up, imbalance
+from dataparallel.monitor.readings.reading import Sample
 from dataparallel.monitor.record import StepRecord
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.command import SUFFIXES
 from dataparallel.tools.monitor.palette import LINE_COLORS, PHASE_COLORS
-from dataparallel.tools.monitor.reading import Sample
 from dataparallel.tools.monitor.recording import longest_step, read_recording, times_of
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from dataparallel.errors import needs_extra
 from dataparallel.monitor.findings import ReplicaScore
+from dataparallel.monitor.readings.metrics import METRICS
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES
-from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.metrics import METRICS
-from dataparallel.tools.monitor.reading import DeviceReading, HostReading, ProcessReading, Sample
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

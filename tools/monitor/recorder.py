@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.reading import Sample, json_text
+from dataparallel.errors import needs_extra
+from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.tools.monitor.recording import FORMAT, VERSION, older_parts, read_header
 from dataparallel.tools.monitor.units import seconds_text
 

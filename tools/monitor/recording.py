@@ -24,7 +24,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dataparallel.tools.monitor.reading import Sample
+from dataparallel.monitor.readings.reading import Sample
 
 FORMAT = "dataparallel monitor recording"
 VERSION = 1

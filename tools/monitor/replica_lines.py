@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
+from dataparallel.monitor.readings.reading import HostReading
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor import units
@@ -20,7 +21,6 @@ from dataparallel.tools.monitor.bars import (
 )
 from dataparallel.tools.monitor.history import RunHistory
 from dataparallel.tools.monitor.palette import PHASE_STYLES
-from dataparallel.tools.monitor.reading import HostReading
 
 #: Number, device, phase, for how long, chunk, idle.
 _WIDTHS = (3, 10, 12, 10, 7, 6)

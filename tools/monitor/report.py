@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.summary import Summary
-from dataparallel.tools.monitor.reading import DeviceReading, Sample
 from dataparallel.tools.monitor.recording import longest_step, times_of
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,

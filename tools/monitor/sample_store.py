@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from dataparallel.monitor.findings import ReplicaScore
+from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
-from dataparallel.tools.monitor.reading import Sample, json_text
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")

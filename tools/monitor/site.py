@@ -7,11 +7,11 @@ from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.metrics import METRICS
+from dataparallel.errors import needs_extra
+from dataparallel.monitor.readings.metrics import METRICS
+from dataparallel.monitor.readings.reading import json_text
 from dataparallel.tools.monitor.palette import PHASE_STYLES
 from dataparallel.tools.monitor.prometheus import registry_of
-from dataparallel.tools.monitor.reading import json_text
 from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
 from dataparallel.tools.monitor.server import Answer, Request, Route
 

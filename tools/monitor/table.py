@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from dataparallel.monitor.readings.metrics import BY_NAME, METRICS
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES, Phase
-from dataparallel.tools.monitor.metrics import BY_NAME, METRICS
-from dataparallel.tools.monitor.reading import DeviceReading, Sample
 
 #: Column of each phase: the seconds of all steps so far.
 _PHASES: dict[Phase, str] = {phase: f"{phase.replace(' ', '_')}_seconds" for phase in PHASES}

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console
 from rich.live import Live
 
+from dataparallel.monitor.readings.reading import Sample, json_text
+from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
-from dataparallel.tools.monitor.reading import Sample, json_text
-from dataparallel.tools.monitor.sampler import Sampler
 from dataparallel.tools.monitor.signals import handled
 from dataparallel.tools.monitor.view import View
 

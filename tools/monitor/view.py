@@ -10,11 +10,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
 from dataparallel.tools.monitor.bars import bar, clean, column, folded, heading, joined, sparkline
 from dataparallel.tools.monitor.history import History, in_order
-from dataparallel.tools.monitor.reading import DeviceReading, HostReading, ProcessReading, Sample
 from dataparallel.tools.monitor.replica_lines import replica_lines
 
 _ALARM, _WARNING, _ACCENT = "#f05a5a", "#e6b450", "#5fd0dc"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dataparallel.tools.monitor.sources.nvml_errors import LOST, DeviceLost
-from dataparallel.tools.monitor.sources.nvml_query import Query, number
+from dataparallel.monitor.readings.nvml_errors import LOST, DeviceLost
+from dataparallel.monitor.readings.nvml_query import Query, number
 
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
 _CORRECTED, _UNCORRECTED, _SINCE_LOADED = 0, 1, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 
 
 @dataclass(frozen=True)

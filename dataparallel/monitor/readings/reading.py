@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dataparallel.monitor.readings.metrics import BY_NAME
 from dataparallel.monitor.run import RunState
-from dataparallel.tools.monitor.metrics import BY_NAME
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class DeviceReading:
         name: What the vendor calls it.
         source: Which source has read it: ``"nvml"``, ``"cpu"``, ``"virtual"``.
         uuid: Its identity; None where it has none.
-        values: Metric by name, see :mod:`dataparallel.tools.monitor.metrics`; what is left out, or
-            None, is not available.
+        values: Metric by name, see :mod:`dataparallel.monitor.readings.metrics`; what is left out,
+            or None, is not available.
         throttle: Why it is slowed down, in words; empty if it is not.
         parent: For a MIG instance, the device of which it is a part.
         error: Why nothing could be read; None if all is well.

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from os import PathLike
 
-from dataparallel.tools.monitor.reading import Sample
+from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools.monitor.recording import RecordingReader
-from dataparallel.tools.monitor.sampler import Sampler
 
 
 class Replay(Sampler):

@@ -7,8 +7,7 @@ import importlib
 import math
 from typing import Any
 
-from dataparallel.tools.extras import needs_extra
-from dataparallel.tools.monitor.sources.nvml_errors import (
+from dataparallel.monitor.readings.nvml_errors import (
     FUNCTION_NOT_FOUND,
     LOST,
     NOT_SUPPORTED,
@@ -119,8 +118,7 @@ class Query:
 
 def _pynvml() -> Any:
     try:
-        with needs_extra("monitor"):
-            module = importlib.import_module("pynvml")
+        module = importlib.import_module("pynvml")
     except ImportError as error:
         if error.name == "pynvml":
             why = 'the package nvidia-ml-py is not installed; pip install "dataparallel[monitor]"'

@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from dataparallel.tools.monitor.cgroup import quota
-from dataparallel.tools.monitor.sampler import SHORTEST_SPAN
+from dataparallel.monitor.readings.cgroup import quota
+from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
 
 
 class BusyShare:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
+from dataparallel.monitor.readings.reading import HostReading, Sample
+from dataparallel.monitor.readings.source import Source, SourceReading
 from dataparallel.monitor.run import RunState
-from dataparallel.tools.monitor.reading import HostReading, Sample
-from dataparallel.tools.monitor.sources.source import Source, SourceReading
 
 T = TypeVar("T")
 

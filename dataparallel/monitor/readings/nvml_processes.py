@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dataparallel.tools.monitor.sources.nvml_query import Query, number
+from dataparallel.monitor.readings.nvml_query import Query, number
 
 #: The functions that list them.
 LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")

@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.monitor.host_processes import HostProcesses
-from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
-from dataparallel.tools.monitor.sources.nvml_devices import Slot, list_devices
-from dataparallel.tools.monitor.sources.nvml_errors import (
+from dataparallel.monitor.readings.host_processes import HostProcesses
+from dataparallel.monitor.readings.nvml_devices import Slot, list_devices
+from dataparallel.monitor.readings.nvml_errors import (
     NO_PERMISSION,
     NOT_SUPPORTED,
     UNKNOWN,
@@ -30,16 +29,17 @@ from dataparallel.tools.monitor.sources.nvml_errors import (
     NvmlUnavailable,
     explain,
 )
-from dataparallel.tools.monitor.sources.nvml_processes import (
+from dataparallel.monitor.readings.nvml_processes import (
     LISTS,
     NO_NAMES,
     Processes,
     sees_host_processes,
 )
-from dataparallel.tools.monitor.sources.nvml_query import Query
-from dataparallel.tools.monitor.sources.nvml_values import MEMORY
-from dataparallel.tools.monitor.sources.source import SourceReading
-from dataparallel.tools.monitor.sources.visible_devices import (
+from dataparallel.monitor.readings.nvml_query import Query
+from dataparallel.monitor.readings.nvml_values import MEMORY
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.source import SourceReading
+from dataparallel.monitor.readings.visible_devices import (
     Names,
     bare,
     named_by_run,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
-from dataparallel.tools.monitor.cgroup import memory
-from dataparallel.tools.monitor.host_processes import HostProcesses
-from dataparallel.tools.monitor.processors import BusyShare, usable_processors
-from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
-from dataparallel.tools.monitor.sources.source import SourceReading
+from dataparallel.monitor.readings.cgroup import memory
+from dataparallel.monitor.readings.host_processes import HostProcesses
+from dataparallel.monitor.readings.processors import BusyShare, usable_processors
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.source import SourceReading
 
 #: Sensors of processors, as Linux calls them: Intel, AMD, ARM and others.
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "soc_thermal")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dataparallel import virtual
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunState
-from dataparallel.tools.monitor.reading import DeviceReading, ProcessReading
-from dataparallel.tools.monitor.sources.source import SourceReading
 
 _PREFIX = "virtual:"
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from dataparallel.tools.monitor.sources.nvml_errors import (
+from dataparallel.monitor.readings.nvml_errors import (
     UNKNOWN,
     DeviceLost,
     NvmlUnavailable,
     explain,
 )
-from dataparallel.tools.monitor.sources.nvml_processes import Processes
-from dataparallel.tools.monitor.sources.nvml_query import Query
-from dataparallel.tools.monitor.sources.nvml_values import (
+from dataparallel.monitor.readings.nvml_processes import Processes
+from dataparallel.monitor.readings.nvml_query import Query
+from dataparallel.monitor.readings.nvml_values import (
     Gpm,
     NumberedFields,
     read_memory,
     read_numbers,
     read_throttle,
 )
-from dataparallel.tools.monitor.sources.visible_devices import Identity
+from dataparallel.monitor.readings.visible_devices import Identity
 
 
 class WholeDevice:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from dataparallel.tools.monitor.cgroup import memory
-from dataparallel.tools.monitor.processors import BusyShare, usable_processors
-from dataparallel.tools.monitor.reading import HostReading
-from dataparallel.tools.monitor.sampler import SHORTEST_SPAN
+from dataparallel.monitor.readings.cgroup import memory
+from dataparallel.monitor.readings.processors import BusyShare, usable_processors
+from dataparallel.monitor.readings.reading import HostReading
+from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
 
 
 class HostReader:

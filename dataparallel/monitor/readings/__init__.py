@@ -1,0 +1,1 @@
+"""What devices, processes and the host do now, as NVML and the system tell it."""
