@@ -121,6 +121,14 @@ class Stub:
         self.opened -= 1
         return 0
 
+    def _nvmlSystemGetDriverVersion(self, name: str, text: Any, size: Any) -> int:
+        text.value = b"570.1"
+        return 0
+
+    def _nvmlSystemGetCudaDriverVersion(self, name: str, version: Any) -> int:
+        version._obj.value = 12080
+        return 0
+
     def _nvmlDeviceGetCount(self, name: str, count: Any) -> int:
         count._obj.value = len(self.devices)
         return 0

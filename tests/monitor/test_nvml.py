@@ -74,6 +74,7 @@ def test_every_value_in_base_units(stub: Stub, source: NvmlSource, lacks: set[st
     assert (device.device, device.name, device.source) == ("cuda:0", "Stub", "nvml")
     assert (device.uuid, device.error, device.throttle) == ("GPU-0", None, ())
     assert reading.notes == ()
+    assert reading.versions == {"driver": "570.1", "CUDA": "12.8"}
     assert [(one.pid, one.memory) for one in reading.processes] == [(77, 1000.0)]
     assert not torch.cuda.is_initialized()
 
@@ -541,10 +542,11 @@ def test_the_namespace_tells_whether_this_is_the_host(monkeypatch: pytest.Monkey
 
 def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostProcesses()
-    assert [sorted(host.describe(ME) or ()) for _ in range(2)] == [
-        ["host_memory", "name", "user"],
-        ["cpu", "host_memory", "name", "user"],
-    ]
+    every = {"command", "host_memory", "name", "parent", "started", "user"}
+    assert [set(host.describe(ME) or ()) for _ in range(2)] == [every, {*every, "cpu"}]
+    told = host.describe(ME) or {}
+    assert (told["parent"], told["started"]) == (os.getppid(), psutil.Process().create_time())
+    assert "pytest" in told["command"]
     # The number belongs to another process now.
     monkeypatch.setattr(psutil.Process, "is_running", lambda process: False)
     assert "cpu" not in (host.describe(ME) or {})
@@ -553,9 +555,9 @@ def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> No
     def denied(self: Any) -> Any:
         raise psutil.AccessDenied(ME)
 
-    monkeypatch.setattr(psutil.Process, "memory_info", denied)
-    monkeypatch.setattr(psutil.Process, "username", denied)
-    assert set(HostProcesses().describe(ME) or ()) == {"name"}
+    for hidden in ("memory_info", "username", "cmdline"):
+        monkeypatch.setattr(psutil.Process, hidden, denied)
+    assert set(HostProcesses().describe(ME) or ()) == {"name", "parent", "started"}
 
 
 # --- which device is which to torch ----------------------------------------------------------

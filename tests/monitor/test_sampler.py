@@ -20,7 +20,7 @@ import torch
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
-from dataparallel.monitor.readings.cgroup import Memory, memory
+from dataparallel.monitor.readings.cgroup import Memory, memory, swap
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
 from dataparallel.monitor.readings.nvml import NvmlSource
@@ -357,14 +357,21 @@ def test_how_many_processors_can_be_used(
                 f"{GROUP}job/memory.stat": "anon 1\ninactive_file 200000\n",
                 f"{GROUP}job/step/memory.max": "2000000\n",
                 f"{GROUP}job/step/memory.current": "600000\n",
+                f"{GROUP}job/memory.swap.max": "5000\n",
+                f"{GROUP}job/memory.swap.current": "10\n",
             },
             Memory(500_000, 1_000_000),
         ),
     ],
 )
 def test_memory_is_that_of_the_tightest_group(
-    files: dict[str, str], expected: Memory | None, tmp_path: Path
+    files: dict[str, str],
+    expected: Memory | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(psutil, "swap_memory", lambda: Memory(700, 8000))
+    assert swap(lay(tmp_path, files)) == (Memory(10, 5000) if expected else Memory(700, 8000))
     found = memory(lay(tmp_path, files))
     if expected is None:
         assert 0 < found.used < found.total == psutil.virtual_memory().total
@@ -390,7 +397,9 @@ def test_without_a_driver_the_cpu_is_read_and_the_remedy_is_told(
         first = sampler.sample()
     assert {one.source for one in first.devices} == {"cpu", "virtual"}
     assert first.devices[0].value("utilization") is not None
-    assert first.host is not None
+    host = first.host
+    assert host is not None and host.load is not None and min(host.load) >= 0
+    assert host.swap_used is not None and 0 <= host.swap_used <= (host.swap_total or 0)
     assert first.notes == ("x", "without NVIDIA's devices, the CPU is shown")
     with pytest.raises(RuntimeError, match="there is nothing to read with --source nvml: x"):
         opened("--source", "nvml")

@@ -6,6 +6,7 @@ Limits are those of control groups of version 2; hosts with version 1 alone are 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,24 @@ def memory(root: Path = Path("/")) -> Memory:
             # What the system can take back at any time is not in use.
             spare = _statistic(folder / "memory.stat", "inactive_file") or 0
             found = Memory(max(0, used - spare), most)
+    return found
+
+
+def swap(root: Path = Path("/")) -> Memory:
+    """The swap space that this process can use, chosen as :func:`memory` does.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+    """
+    with warnings.catch_warnings():
+        # In some containers what was swapped in and out is hidden, which nobody wants here.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        host = psutil.swap_memory()
+    found = Memory(host.used, host.total)
+    for folder in _groups(root):
+        most, used = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
+        if most is not None and used is not None and most < found.total:
+            found = Memory(used, most)
     return found
 
 

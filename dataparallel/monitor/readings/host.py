@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from dataparallel.monitor.readings.cgroup import memory
+from dataparallel.monitor.readings.cgroup import Memory, memory, swap
 from dataparallel.monitor.readings.processors import BusyShare, usable_processors
 from dataparallel.monitor.readings.reading import HostReading
 from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
@@ -43,6 +43,12 @@ class HostReader:
     def read(self) -> HostReading:
         """Read the host now."""
         now = memory()
+        spare: Memory | None = None
+        load: tuple[float, float, float] | None = None
+        with contextlib.suppress(OSError, RuntimeError):
+            load = psutil.getloadavg()
+        with contextlib.suppress(OSError, RuntimeError):
+            spare = swap()
         pid = self._pid()
         return HostReading(
             utilization=self._busy(),
@@ -50,6 +56,9 @@ class HostReader:
             memory_used=float(now.used),
             memory_total=float(now.total),
             threads={} if pid is None else self._threads.read(pid),
+            load=load,
+            swap_used=None if spare is None else float(spare.used),
+            swap_total=None if spare is None else float(spare.total),
         )
 
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import shlex
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
+
+#: Fields of a :class:`ProcessReading` that may be hidden, each on its own.
+_FIELDS: dict[str, Callable[[psutil.Process], Any]] = {
+    "user": lambda process: process.username(),
+    "host_memory": lambda process: float(process.memory_info().rss),
+    # Processes of the kernel have none.
+    "command": lambda process: shlex.join(process.cmdline()) or None,
+    "parent": lambda process: process.ppid(),
+    "started": lambda process: process.create_time(),
+}
 
 
 class HostProcesses:
@@ -33,10 +44,9 @@ class HostProcesses:
             told["name"] = process.name()
         except psutil.Error:
             return None
-        with contextlib.suppress(psutil.Error, KeyError):
-            told["user"] = process.username()
-        with contextlib.suppress(psutil.Error):
-            told["host_memory"] = float(process.memory_info().rss)
+        for name, ask in _FIELDS.items():
+            with contextlib.suppress(psutil.Error, KeyError):
+                told[name] = ask(process)
         return told
 
     def keep(self, pids: Iterable[int]) -> None:

@@ -175,7 +175,8 @@ class NvmlSource:
         self._host.keep(process.pid for process in processes)
         if processes and not self._sees_host:
             notes.append(NO_NAMES)
-        return SourceReading(tuple(devices), tuple(processes), tuple(dict.fromkeys(notes)))
+        every_note = tuple(dict.fromkeys(notes))
+        return SourceReading(tuple(devices), tuple(processes), every_note, self._query.versions())
 
     def _divide(self, slot: Slot) -> None:
         if slot.device is not None:

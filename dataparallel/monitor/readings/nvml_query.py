@@ -49,6 +49,7 @@ class Query:
     def __init__(self) -> None:
         self.module: Any = None
         self.errors: dict[str, int] = {}
+        self._versions: dict[str, str] = {}
 
     def open(self) -> None:
         """Initialize the library.
@@ -66,6 +67,7 @@ class Query:
     def close(self) -> None:
         """Shut the library down. A second call does nothing."""
         module, self.module = self.module, None
+        self._versions = {}
         if module is None:
             return
         try:
@@ -77,6 +79,16 @@ class Query:
     def forget(self) -> None:
         """Forget the errors so far."""
         self.errors.clear()
+
+    def versions(self) -> dict[str, str]:
+        """Those of the driver, and of CUDA that it brings; what is not told is left out."""
+        if not self._versions:
+            driver = self("nvmlSystemGetDriverVersion")
+            # 12080 stands for 12.8.
+            cuda = self("nvmlSystemGetCudaDriverVersion_v2")
+            known = {"driver": driver, "CUDA": cuda and f"{cuda // 1000}.{cuda % 1000 // 10}"}
+            self._versions = {name: str(told) for name, told in known.items() if told}
+        return self._versions
 
     def __call__(self, function: str, *args: Any, **options: Any) -> Any:
         """The answer to one question.

@@ -61,6 +61,9 @@ class ProcessReading:
         utilization: Its share of the device's time; likewise.
         cpu: Processors of the host that it keeps busy (2.0 is two of them); likewise.
         host_memory: Memory of the host that it holds, in bytes; likewise.
+        command: The whole command line; likewise.
+        parent: Number of the process that has started it; likewise.
+        started: When it was started, in seconds since 1970; likewise.
     """
 
     device: str
@@ -71,6 +74,9 @@ class ProcessReading:
     utilization: float | None = None
     cpu: float | None = None
     host_memory: float | None = None
+    command: str | None = None
+    parent: int | None = None
+    started: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,10 @@ class HostReading:
         memory_total: Bytes.
         threads: Of the run that is watched, per thread its name and how much of one processor it
             keeps busy, from 0 to 1.
+        load: How many processes ran or waited for a processor or a disk, on average over 1, 5 and
+            15 minutes: of the whole host, also in a container. None if it is not available.
+        swap_used: Bytes; likewise.
+        swap_total: Bytes; 0 where there is none.
     """
 
     utilization: float | None
@@ -93,6 +103,9 @@ class HostReading:
     memory_used: float
     memory_total: float
     threads: Mapping[str, float] = field(default_factory=dict)
+    load: tuple[float, float, float] | None = None
+    swap_used: float | None = None
+    swap_total: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,7 @@ class Sample:
         host: The host; None if it could not be read.
         run: The run that is watched; None if there is none.
         notes: What a user should know, in words: what is missing, and how to get it.
+        versions: Of what drives the devices: ``{"driver": "570.1", "CUDA": "12.8"}``.
     """
 
     time: float
@@ -118,6 +132,7 @@ class Sample:
     host: HostReading | None = None
     run: RunState | None = None
     notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The sample as what ``json`` writes; see :meth:`from_json`."""
@@ -137,9 +152,10 @@ class Sample:
                 cost=float(data["cost"]),
                 devices=tuple(_device(one) for one in data["devices"]),
                 processes=tuple(ProcessReading(**one) for one in data["processes"]),
-                host=None if data["host"] is None else HostReading(**data["host"]),
+                host=None if data["host"] is None else _host(data["host"]),
                 run=None if data["run"] is None else RunState.from_json(data["run"]),
                 notes=tuple(data["notes"]),
+                versions=data.get("versions", {}),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no sample: {error!r} in {data!r:.200}") from error
@@ -149,6 +165,11 @@ def _device(data: Mapping[str, Any]) -> DeviceReading:
     # The names are those of the table, so that all samples share them.
     values = {name: data["values"][name] for name in BY_NAME if name in data["values"]}
     return DeviceReading(**{**data, "values": values, "throttle": tuple(data["throttle"])})
+
+
+def _host(data: Mapping[str, Any]) -> HostReading:
+    load = data.get("load")
+    return HostReading(**{**data, "load": None if load is None else tuple(load)})
 
 
 def json_text(data: Any) -> str:

@@ -117,6 +117,7 @@ class Sampler:
             host=host,
             run=run,
             notes=tuple(dict.fromkeys(notes)),
+            versions={name: told for one in readings for name, told in one.versions.items()},
         )
 
     def warm_up(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
@@ -16,11 +17,13 @@ class SourceReading:
         devices: One reading per device of the source.
         processes: The processes on them.
         notes: What a user should know, in words.
+        versions: Of what drives the devices, by name.
     """
 
     devices: tuple[DeviceReading, ...] = ()
     processes: tuple[ProcessReading, ...] = ()
     notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Source(Protocol):
