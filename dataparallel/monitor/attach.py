@@ -9,7 +9,7 @@ watcher's shell.
 
 Whoever connects gets one line of JSON, and the run closes the connection. It reads nothing::
 
-    {"version": 2, "state": {"pid": 4711, ...}}      or      {"version": 2, "error": "..."}
+    {"version": 3, "state": {"pid": 4711, ...}}      or      {"version": 3, "error": "..."}
 
 A socket on which nobody listens is what a dead process has left behind. Whether it is dead cannot
 be told from its number: that may have been given to another process, or belong to a container. So
@@ -37,7 +37,7 @@ from dataparallel.monitor.run import RunState
 _log = logging.getLogger("dataparallel")
 
 #: Version of the protocol.
-VERSION = 2
+VERSION = 3
 #: Variable that names another folder.
 VARIABLE = "DATAPARALLEL_MONITOR_DIR"
 _NAME = re.compile(r"(\d+)\.(\d+)\.sock")

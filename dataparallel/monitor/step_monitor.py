@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import socket
 import threading
 import time
 import weakref
@@ -12,14 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed as dist
-
 from dataparallel.devices import memory_allocated
 from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.attach import Publisher
 from dataparallel.monitor.findings import Part
 from dataparallel.monitor.record import StepRecord
-from dataparallel.monitor.run import RunState, describe_run
+from dataparallel.monitor.run import RunState, describe_run, name_of_job, rank_of_process
 from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
@@ -27,6 +27,8 @@ from dataparallel.threads.timeline import Listener, Phase
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_numbers = itertools.count()
 
 
 class StepMonitor:
@@ -76,6 +78,7 @@ class StepMonitor:
             raise ValueError(f"keep is the number of steps to keep, at least 1, but got {keep}")
         self._model = model
         self._publish = publish
+        self._number = next(_numbers)
         self._on_step = on_step
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=keep)
@@ -181,7 +184,7 @@ class StepMonitor:
             ValueError: No step has been recorded.
             OSError: The file cannot be written.
         """
-        return write_timeline(self.steps, describe_run(self._model), path, _rank())
+        return write_timeline(self.steps, describe_run(self._model), path, rank_of_process())
 
     def state(self) -> RunState:
         """The run as it is now, as it is published."""
@@ -191,8 +194,11 @@ class StepMonitor:
         timeline = self._model.timeline
         now = time.perf_counter_ns()
         return RunState(
+            job=name_of_job(),
+            rank=rank_of_process(),
+            host=socket.gethostname(),
             pid=os.getpid(),
-            rank=_rank(),
+            number=self._number,
             time=time.time(),
             started=self._started,
             num_steps=self._assembler.num_steps,
@@ -217,10 +223,6 @@ def _weakly(method: Callable[P, T]) -> Callable[P, T | None]:
         return None if still_there is None else still_there(*args, **kwargs)
 
     return call
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _end(publisher: Publisher | None, *ends: Callable[[], None]) -> None:

@@ -117,8 +117,11 @@ class FakeRun:
     def state(self, time: float = BEGIN, **changes: Any) -> RunState:
         number = len(self.info.devices)
         state = RunState(
-            pid=self.pid,
+            job="node0:29500",
             rank=0,
+            host="node0",
+            pid=self.pid,
+            number=0,
             time=time,
             started=self.started,
             num_steps=self.num_steps,
@@ -157,7 +160,7 @@ def sample(
         cost=0.002,
         devices=tuple(devices),
         host=HostReading(0.25, 8, 4 * GIB, 16 * GIB),
-        run=run,
+        runs=() if run is None else (run,),
     )
 
 
@@ -191,7 +194,7 @@ def training(num_samples: int = 24, num_devices: int = 4) -> list[Sample]:
 
 def write_recording(path: Path, samples: Sequence[Sample]) -> Path:
     lines = [
-        {"format": "dataparallel monitor recording", "version": 1, "interval": 1.0},
+        {"format": "dataparallel monitor recording", "version": 2, "interval": 1.0},
         *(one.to_json() for one in samples),
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -264,7 +267,7 @@ def make_sample(tick: int = 0, **changes: Any) -> Sample:
             ProcessReading("cuda:4", 31337, None, None, None),
         ),
         host=HostReading(0.43, 64, 120 * GIB, 512 * GIB, {"main": 0.2, "replica-0": 0.98}),
-        run=make_run(1000 + 6 * tick, time=BEGIN + tick),
+        runs=(make_run(1000 + 6 * tick, time=BEGIN + tick),),
         notes=("NVLink counters need a driver from 535 on",),
     )
     return dataclasses.replace(whole, **changes)

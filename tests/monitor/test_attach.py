@@ -209,13 +209,13 @@ def test_a_process_that_does_not_answer(
     ("answer", "message"),
     [
         # The run has ended while it answered.
-        (b'{"version": 2', None),
+        (b'{"version": 3', None),
         (b"hello\n", "what is no state of a run: b'hello"),
         (b"[]\n", "what is no state of a run"),
         (b"[" * 100_000 + b"\n", "what is no state of a run"),
-        (b'{"version": 3, "news": {}}\n', r"version 3 of the protocol is .*this is version 2."),
-        (b'{"version": 2, "error": "not now"}\n', f"process {PID}: not now"),
-        (b'{"version": 2, "state": {"pid": 1}}\n', "what is no state of a run"),
+        (b'{"version": 4, "news": {}}\n', r"version 4 of the protocol is .*this is version 3."),
+        (b'{"version": 3, "error": "not now"}\n', f"process {PID}: not now"),
+        (b'{"version": 3, "state": {"pid": 1}}\n', "what is no state of a run"),
     ],
 )
 def test_an_answer_that_is_no_state(

@@ -53,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_samples_are_read_and_played_back(path: Path) -> None:
-    odd = make_sample(5, notes=("\x00 \u2028\r\n\t日本",), run=None, host=None)
+    odd = make_sample(5, notes=("\x00 \u2028\r\n\t日本",), runs=(), host=None)
     samples = [make_sample(3), odd, make_sample(6)]
     record(path, *samples)
     recording = read_recording(path)
@@ -140,7 +140,7 @@ HEADER = b'{"format": "dataparallel monitor recording"'
         (b"hello\n", r"its first line should be \{\"format\": .* but it is 'hello"),
         (b"[1, 2]\n", "is not a recording"),
         (b"\x89PNG\r\n\x1a\n\0\0", "is not a recording"),
-        (HEADER + b', "version": 2}\n', "has version 2 of the format, but this .* up to 1"),
+        (HEADER + b', "version": 1}\n', "has version 1 .* reads version 2; .* an older"),
         (HEADER + b"}\n", "has version None"),
     ],
 )

@@ -97,7 +97,7 @@ def test_samples_come_at_multiples_of_the_interval(
 
 
 def test_what_fails_takes_nothing_from_the_others() -> None:
-    def fail() -> None:
+    def fail() -> tuple[RunState, ...]:
         raise TimeoutError("no answer")
 
     def stumble() -> None:
@@ -105,13 +105,13 @@ def test_what_fails_takes_nothing_from_the_others() -> None:
 
     bad, good = Slow(), Slow()
     bad.error = OSError("the bus is gone")
-    sampler = Sampler([bad, good], run=fail, host=stumble)
+    sampler = Sampler([bad, good], runs=fail, host=stumble)
     for _ in range(2):
         found = sampler.sample()
-        assert (len(found.devices), found.run, found.host) == (1, None, None)
+        assert (len(found.devices), found.runs, found.host) == (1, (), None)
         assert found.notes == (
             "a note",
-            "the run that is watched could not be read: no answer",
+            "the runs that are watched could not be read: no answer",
             "the source 'slow' could not be read: OSError: the bus is gone",
             "the host could not be read: KeyError: 'a b'",
         )
@@ -457,8 +457,8 @@ def test_a_run_is_watched_with_its_threads_and_devices(run_folder: Path) -> None
             hint = without.sample().notes[-1]
         with pytest.raises(ValueError, match=rf"process 1 has no run .*, but these have: {ME}\."):
             watch_run("1")
-    assert watched.run is not None
-    assert (watched.run.pid, watched.run.info.devices) == (ME, ("virtual:0", "virtual:1"))
+    (run,) = watched.runs
+    assert (run.pid, run.info.devices) == (ME, ("virtual:0", "virtual:1"))
     devices = [one.device for one in watched.devices if one.source == "virtual"]
     assert devices == ["virtual:0", "virtual:1"]
     shown = {(process.device, process.pid) for process in watched.processes}
@@ -467,7 +467,7 @@ def test_a_run_is_watched_with_its_threads_and_devices(run_folder: Path) -> None
     assert {"main", "replica-0", "replica-1"} <= set(watched.host.threads)
     assert hint == f"to see the phases of replicas, add --attach PID; these are runs: {ME}"
     after = sampler.sample()
-    assert after.run is None and after.notes[-1] == f"the run of process {ME} has ended"
+    assert after.runs == () and after.notes[-1] == f"the run of process {ME} has ended"
     # The process lives, and may begin another run.
     assert not sampler.is_over
 

@@ -146,7 +146,7 @@ def test_points_come_once_and_the_latest_sample_whole() -> None:
 def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() -> None:
     store = SampleStore()
     odd = HostReading(math.inf, 1, 1.0, 1.0)
-    store.feed([make_sample(0), make_sample(5, run=None, cost=math.nan, host=odd)])
+    store.feed([make_sample(0), make_sample(5, runs=(), cost=math.nan, host=odd)])
     found = json.loads(store.after(0), parse_constant=pytest.fail)
     assert found["sample"]["host"]["utilization"] is None
     assert (found["sample"]["run"]["num_steps"], found["sample"]["gone"]) == (1000, 5.0)
@@ -231,8 +231,8 @@ REASON = 'device_throttled{device="cuda:%d",GPU,reason="power cap",uuid='
             [],
         ),
         # A run that ends is down.
-        ([make_sample(run=None)], ["host_cpus"], ["run_up"]),
-        ([make_sample(), make_sample(run=None)], ["run_up 0.0"], ["replica_phase", "run_steps"]),
+        ([make_sample(runs=())], ["host_cpus"], ["run_up"]),
+        ([make_sample(), make_sample(runs=())], ["run_up 0.0"], ["replica_phase", "run_steps"]),
     ],
 )
 def test_values(samples: list[Sample], told: list[str], untold: list[str]) -> None:
@@ -277,7 +277,9 @@ def test_what_is_not_available_is_absent() -> None:
 def test_the_same_twice_is_told_once_and_any_name_can_be() -> None:
     # Prometheus refuses an answer in which two series are the same.
     odd = ProcessReading("cuda:0", 7, name='a "quoted"\nname \\ with \udcff', memory=1.0)
-    text = exposed(make_sample(devices=(make_device(0),) * 2, processes=(odd, odd), run=make_run()))
+    text = exposed(
+        make_sample(devices=(make_device(0),) * 2, processes=(odd, odd), runs=(make_run(),))
+    )
     lines = [line.rsplit(" ", 1)[0] for line in text.splitlines()]
     assert not [line for line, count in Counter(lines).items() if count > 1]
     assert 'process="a \\"quoted\\"\\nname \\\\ with ?"' in text
@@ -575,7 +577,7 @@ def test_text_from_outside_stays_text(tmp_path: Path) -> None:
             devices=(DeviceReading(EVIL, EVIL, EVIL, EVIL, {"fan": 0.5}, (EVIL,), EVIL),),
             processes=(ProcessReading(EVIL, PID, EVIL, EVIL, 1.0),),
             host=HostReading(0.5, 2, 1.0, 2.0, {EVIL: 0.5}),
-            run=dataclasses.replace(run, info=info),
+            runs=(dataclasses.replace(run, info=info),),
             notes=(EVIL,),
         )
     )

@@ -66,7 +66,7 @@ def warnings(*shown: Sample) -> list[str]:
 
 
 def machine(*devices: DeviceReading, at: float = 0.0, run: Any = None) -> Sample:
-    return make_sample(devices=devices, elapsed=at, run=run)
+    return make_sample(devices=devices, elapsed=at, runs=() if run is None else (run,))
 
 
 def even(steps: int = 100, slow: Seconds = BUSY) -> FakeRun:
@@ -188,7 +188,7 @@ def test_what_costs_much_is_told_as_the_report_tells_it(
 def test_what_lately_is(
     looks: list[tuple[float, int, int]], rate: float | None, seconds: float
 ) -> None:
-    run = history_of(*(sample(at, run=make_run(n, pid=pid)) for at, n, pid in looks)).run
+    run = history_of(*(sample(at, run=make_run(n, pid=pid)) for at, n, pid in looks)).runs[-1]
     assert run.steps_per_second == (None if rate is None else pytest.approx(rate))
     assert run.seconds == pytest.approx(seconds)
 
@@ -199,7 +199,7 @@ def test_since_when_something_holds() -> None:
         history.add(sample(at, run=run))
         held.append(history.held("hot", True))
         if at == 9.0:
-            assert history.run.gone_for == 6.0
+            assert history.runs[0].gone_for == 6.0
     # A recording that is played again begins anew.
     assert held == [0.0, 2.0, 6.0, 0.0, 1.0]
     assert history.held("hot", False) == 0.0
@@ -227,7 +227,7 @@ def test_it_fits_every_terminal(width: int) -> None:
         assert len(lines) <= height and max(map(len, lines)) <= width
 
 
-EMPTY = make_sample(devices=(), processes=(), host=None, run=None, notes=())
+EMPTY = make_sample(devices=(), processes=(), host=None, runs=(), notes=())
 CARD = dataclasses.replace(
     EMPTY, devices=(DeviceReading("nvml:0", "A card", "nvml", values={"power": None}),)
 )
@@ -290,13 +290,13 @@ SCREENS: dict[str, tuple[list[Sample], int, int | None, list[str], list[str]]] =
         ["\x1b", "\x07"],
     ),
     "gone": (
-        [make_sample(0), make_sample(9, run=None)],
+        [make_sample(0), make_sample(9, runs=())],
         *(120, None),
         [f"the run of process {PID} is gone since 9.00 s", "replicas, as they were last"],
         [],
     ),
     "no steps": (
-        [make_sample(run=make_run(0, last=None, totals=({},) * 4))],
+        [make_sample(runs=(make_run(0, last=None, totals=({},) * 4),))],
         *(120, None),
         ["- steps/s", "3  cuda:3"],
         ["0.00 steps/s"],

@@ -30,18 +30,17 @@ def find_alerts(history: History) -> list[Finding]:
             text = f"{device.device} cannot be read: {device.error}"
             found.append(Finding("lost device", text, "error"))
         else:
-            names = _names_in_run(device, history.run)
+            names = [name for run in history.runs for name in _names_in_run(device, run)]
             found.extend(_of_device(device, history, is_in_run=bool(names)))
             if device.throttle:
                 slowed |= dict.fromkeys(names, ", ".join(device.throttle))
-    found.extend(_of_run(history.run, slowed))
+    for run in history.runs:
+        found.extend(_of_run(run, slowed))
     return sorted(found, key=lambda one: one.severity != "error")
 
 
 def _names_in_run(device: DeviceReading, run: RunHistory) -> list[str]:
     """The names that the run gives a device; none where it does not use it."""
-    if run.state is None:
-        return []
     info = run.state.info
     return [
         name
@@ -95,22 +94,19 @@ def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> l
 
 
 def _of_run(run: RunHistory, slowed: dict[str, str]) -> list[Finding]:
-    state, period = run.state, run.period
-    if state is None or period is None:
-        return []
     if run.gone_for is not None:
         text = (
-            f"the run of process {state.pid} is gone since {units.seconds_text(run.gone_for)}: it "
-            "has ended, or left its StepMonitor; what is shown of it is the last that it told"
+            f"the run of process {run.state.pid} is gone since "
+            f"{units.seconds_text(run.gone_for)}: it has ended, or left its StepMonitor; what is "
+            "shown of it is the last that it told"
         )
         return [Finding("run gone", text, "error")]
     # What a report of the same samples tells, as far as it costs much.
-    changes = summarize_periods([period], slowed).findings
+    changes = summarize_periods([run.period], slowed).findings
     return [*_stuck(run), *(one for one in changes if one.severity == "warning")]
 
 
 def _stuck(run: RunHistory) -> list[Finding]:
-    assert run.state is not None
     stuck: dict[tuple[Phase, str], list[str]] = {}
     for index, (phase, seconds) in enumerate(run.state.now):
         if seconds > _LONG:

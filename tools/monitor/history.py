@@ -16,44 +16,45 @@ _MAX_STATES = 1000
 
 
 class RunHistory:
-    """The last states of the run that is watched.
+    """The last states of a run that is watched.
 
     Args:
+        state: The first one.
+        elapsed: Seconds since the first sample.
         window: So many seconds count as lately, or the last step if it is older. Default: 10.
 
     Attributes:
-        gone_for: Seconds since the run was seen last; None while it is there, or if there was none.
+        gone_for: Seconds since the run was seen last; None while it is there.
     """
 
-    def __init__(self, window: float = 10.0) -> None:
+    def __init__(self, state: RunState, elapsed: float, window: float = 10.0) -> None:
         self._window = window
         # With the samples' own clock: that of the host may be set while a run is watched.
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
         self._totals: RunTotals | None = None
-        self._seen = 0.0
+        self._seen = elapsed
         self.gone_for: float | None = None
+        self.add(state, elapsed)
 
     @property
-    def state(self) -> RunState | None:
+    def state(self) -> RunState:
         """The newest state; it stays when the run is gone."""
-        return self._states[-1][1] if self._states else None
+        return self._states[-1][1]
 
     def add(self, state: RunState | None, elapsed: float) -> None:
         """Take the state of the next sample.
 
         Args:
-            state: None if there is no run, or not any more.
+            state: None if the run is gone.
             elapsed: Seconds since the first sample.
         """
         if state is None:
-            self.gone_for = elapsed - self._seen if self._states else None
+            self.gone_for = elapsed - self._seen
             return
         self._seen, self.gone_for = elapsed, None
         self._period = self._totals = None
-        if self._states and (
-            elapsed < self._states[-1][0] or not continues(self._states[-1][1], state)
-        ):
+        if self._states and not continues(self._states[-1][1], state):
             self._states.clear()
         if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
             # While nothing happens the states in between tell nothing.
@@ -69,7 +70,7 @@ class RunHistory:
     @property
     def seconds(self) -> float:
         """Seconds that lately comprises; 0 with less than two states."""
-        return self._states[-1][0] - self._states[0][0] if self._states else 0.0
+        return self._states[-1][0] - self._states[0][0]
 
     @property
     def steps_per_second(self) -> float | None:
@@ -85,9 +86,9 @@ class RunHistory:
         return (counts[-1] - counts[0]) / self.seconds if self.seconds else None
 
     @property
-    def period(self) -> RunPeriod | None:
-        """The states lately, as those of a recording; None without any."""
-        if self._period is None and self._states:
+    def period(self) -> RunPeriod:
+        """The states lately, as those of a recording."""
+        if self._period is None:
             states = tuple(state for _, state in self._states)
             self._period = RunPeriod(tuple(range(len(states))), states, is_whole=False)
         return self._period
@@ -95,7 +96,7 @@ class RunHistory:
     @property
     def totals(self) -> RunTotals | None:
         """What the steps lately come to, or all if there were none lately; None without steps."""
-        if self._totals is None and self.period is not None and self.period.states[-1].num_steps:
+        if self._totals is None and self.state.num_steps:
             self._totals = add_up(self.period.parts(), self.period.info)
         return self._totals
 
@@ -121,12 +122,11 @@ class History:
 
     Attributes:
         sample: The newest sample; None before the first one.
-        run: What happened lately in the run that is watched.
     """
 
     def __init__(self, length: int = 600) -> None:
         self.sample: Sample | None = None
-        self.run = RunHistory()
+        self._runs: dict[tuple[str, int, int], RunHistory] = {}
         self._length = length
         self._courses: dict[str, deque[float | None]] = {}
         self._since: dict[str, float] = {}
@@ -136,12 +136,31 @@ class History:
         if self.sample is not None and sample.elapsed < self.sample.elapsed:
             # A recording that was begun anew: durations count from here.
             self._since.clear()
+            self._runs.clear()
         self.sample = sample
-        self.run.add(sample.run, sample.elapsed)
+        self._add_runs(sample)
         busy = {device.device: device.value("utilization") for device in sample.devices}
         for name in dict.fromkeys([*self._courses, *busy]):
             course = self._courses.setdefault(name, deque(maxlen=self._length))
             course.append(busy.get(name))
+
+    def _add_runs(self, sample: Sample) -> None:
+        states = {state.identity: state for state in sample.runs}
+        ranks = {(state.job, state.rank) for state in sample.runs}
+        jobs = {job for job, _ in ranks}
+        for identity, run in list(self._runs.items()):
+            run.add(states.pop(identity, None), sample.elapsed)
+            job, rank = run.state.job, run.state.rank
+            # What is gone stays if its job goes on without it, or if there is nothing else.
+            if run.gone_for and jobs and ((job, rank) in ranks or job not in jobs):
+                del self._runs[identity]
+        for identity, state in states.items():
+            self._runs[identity] = RunHistory(state, sample.elapsed)
+
+    @property
+    def runs(self) -> list[RunHistory]:
+        """What happened lately in each run that is watched, by job and rank."""
+        return sorted(self._runs.values(), key=lambda run: run.state.order)
 
     def course(self, device: str) -> Sequence[float | None]:
         """The last utilizations of a device, the newest last; one per sample."""

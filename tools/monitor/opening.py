@@ -63,7 +63,7 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
         sources,
         interval=arguments.interval,
         host=HostReader(lambda: None if watch is None else watch.pid, busy=busy).read,
-        run=(lambda: None) if watch is None else watch,
+        runs=tuple if watch is None else lambda: tuple(filter(None, [watch()])),
         notes=lambda: (*hints, *(() if watch is None else watch.notes())),
         is_over=lambda: watch is not None and watch.is_over(),
     )

@@ -112,7 +112,7 @@ class SampleCollector:
             with self._lock:
                 for device in sample.devices:
                     self._reasons.update(dict.fromkeys(device.throttle))
-                self._saw_run = self._saw_run or sample.run is not None
+                self._saw_run = self._saw_run or bool(sample.runs)
                 reasons, saw_run = list(self._reasons), self._saw_run
             families.tell("sample_timestamp_seconds", sample.time)
             families.tell("sample_duration_seconds", sample.cost)
@@ -123,9 +123,9 @@ class SampleCollector:
             if sample.host is not None:
                 _tell_host(families, sample.host)
             if saw_run:
-                families.tell("run_up", sample.run is not None)
-            if sample.run is not None:
-                _tell_run(families, sample.run)
+                families.tell("run_up", bool(sample.runs))
+            if sample.runs:
+                _tell_run(families, sample.runs[0])
                 for one in self._scores():
                     labels = {"replica": str(one.index), "device": one.device}
                     families.tell("replica_score_ratio", one.relative, **labels)

@@ -27,7 +27,7 @@ from typing import Any
 from dataparallel.monitor.readings.reading import Sample
 
 FORMAT = "dataparallel monitor recording"
-VERSION = 1
+VERSION = 2
 
 #: A first line that is longer is no header.
 _LONGEST_HEADER = 1 << 16
@@ -65,7 +65,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
         The samples that are whole; what is not is told in ``problems``.
 
     Raises:
-        ValueError: There is no such file, it is no recording, or one of a newer version.
+        ValueError: There is no such file, it is no recording, or one of another version.
     """
     reader = RecordingReader(path)
     samples = tuple(reader)
@@ -125,7 +125,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """The header of a file.
 
     Raises:
-        ValueError: The file is no recording, or one of a newer version.
+        ValueError: The file is no recording, or one of another version.
     """
     try:
         with path.open("rb") as file:
@@ -142,10 +142,11 @@ def read_header(path: Path) -> dict[str, Any]:
             f'{{"format": "{FORMAT}", ...}}, but it is {line.decode(errors="replace")[:80]!r}'
         )
     version = header.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if version != VERSION:
+        age = "an older" if version == 1 else "a newer"
         raise ValueError(
-            f"{path} has version {version!r} of the format, but this dataparallel reads versions "
-            f"up to {VERSION}; read it with a newer dataparallel"
+            f"{path} has version {version!r} of the format, but this dataparallel reads version "
+            f"{VERSION}; read it with {age} dataparallel"
         )
     return header
 

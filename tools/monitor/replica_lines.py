@@ -1,8 +1,8 @@
-"""The run that is watched: how fast it is, and what each replica does."""
+"""The runs that are watched: how fast each is, and what its replicas do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
@@ -28,19 +28,26 @@ _SHORT = {"reduce across processes": "reduce X", "reduce local": "reduce R"}
 
 
 def replica_lines(
-    run: RunHistory, host: HostReading | None, width: int, *, full: bool
+    runs: Sequence[RunHistory], host: HostReading | None, width: int, *, full: bool
 ) -> list[Text]:
-    """What the run is and how fast, and a line per replica; nothing if there was none.
+    """What each run is and how fast, and a line per replica.
 
     Args:
-        run: The run.
-        host: Tells the threads of the run.
+        runs: The runs.
+        host: Tells the threads of the first one.
         width: Of the terminal, in cells.
         full: Whether all is told; else only what changes.
     """
+    lines: list[Text] = []
+    for run in runs:
+        lines += _run_lines(run, width, full=full)
+    if full and runs and host is not None and host.threads:
+        lines.append(_threads(host.threads))
+    return lines
+
+
+def _run_lines(run: RunHistory, width: int, *, full: bool) -> list[Text]:
     state = run.state
-    if state is None:
-        return []
     room = width - sum(_WIDTHS) - 3
     half = room // 2
     shares = run.shares or [{} for _ in state.now]
@@ -55,7 +62,7 @@ def replica_lines(
     head = _columns([Text(name) for name in names])
     head.append_text(column(f"  {lately}", half + 2)).append(f" {last}")
     head.stylize("dim")
-    lines = [
+    return [
         heading("replicas" if run.gone_for is None else "replicas, as they were last", width),
         _about(state),
         _speed(run, state),
@@ -63,9 +70,6 @@ def replica_lines(
         *rows,
         _legend(shares),
     ]
-    if host is not None and host.threads:
-        lines.append(_threads(host.threads))
-    return lines
 
 
 def _about(state: RunState) -> Text:

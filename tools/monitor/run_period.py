@@ -81,18 +81,20 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
 
 
 def find_periods(samples: Sequence[Sample]) -> list[RunPeriod]:
-    """Cut a recording where another run begins, or the same one anew.
+    """Cut what a recording tells of each run where it begins anew.
 
     Args:
         samples: The oldest first.
     """
     found: list[list[tuple[int, RunState]]] = []
+    latest: dict[object, list[tuple[int, RunState]]] = {}
     for place, sample in enumerate(samples):
-        if sample.run is None:
-            continue
-        if not found or not continues(found[-1][-1][1], sample.run):
-            found.append([])
-        found[-1].append((place, sample.run))
+        for state in sample.runs:
+            period = latest.get(state.identity)
+            if period is None or not continues(period[-1][1], state):
+                period = latest[state.identity] = []
+                found.append(period)
+            period.append((place, state))
     return [
         RunPeriod(
             tuple(place for place, _ in period),
@@ -111,8 +113,8 @@ def group_periods(periods: Sequence[RunPeriod]) -> list[list[RunPeriod]]:
     """
     groups: dict[object, list[RunPeriod]] = {}
     for period in periods:
-        info = period.info
-        same = (info.model, info.wrapper, info.devices, info.num_parameters)
+        info, rank = period.info, period.states[-1].rank
+        same = (rank, info.model, info.wrapper, info.devices, info.num_parameters)
         groups.setdefault(same, []).append(period)
     return list(groups.values())
 

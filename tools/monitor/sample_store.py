@@ -12,7 +12,7 @@ from typing import Any
 from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.tools.monitor.alerts import find_alerts
-from dataparallel.tools.monitor.history import History
+from dataparallel.tools.monitor.history import History, RunHistory
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")
@@ -51,16 +51,16 @@ class SampleStore:
     def add(self, sample: Sample) -> None:
         """Keep one more sample; by one thread only."""
         self._history.add(sample)
-        run = self._history.run
-        scores = () if run.totals is None else run.totals.replicas
+        alerts = find_alerts(self._history)
+        advice = next((alert.text for alert in alerts if alert.gain), None)
+        runs = [_run(run) for run in self._history.runs]
+        first = runs[0] if runs else {"state": None, "shares": [], "scores": [], "gone": None}
         more = {
-            "alerts": [asdict(alert) for alert in find_alerts(self._history)],
-            "scores": [score.relative for score in scores],
-            # Lately.
-            "shares": run.shares,
-            # Of a run that is gone, the last that it told.
-            "run": None if run.state is None else run.state.to_json(),
-            "gone": run.gone_for,
+            "alerts": [asdict(alert) for alert in alerts],
+            "advice": advice,
+            "runs": runs,
+            "run": first["state"],
+            **{name: first[name] for name in ("shares", "scores", "gone")},
         }
         text = json_text({**sample.to_json(), **more})
         point: dict[str, Any] = {
@@ -70,9 +70,10 @@ class SampleStore:
                 for device in sample.devices
             },
         }
-        if sample.run is not None:
-            point["speed"] = _short(run.samples_per_second)
-            point["step"] = None if sample.run.last is None else _short(sample.run.last.seconds)
+        point["runs"] = {run["id"]: run["course"] for run in runs if run["gone"] is None}
+        if point["runs"]:
+            point["speed"], point["step"] = next(iter(point["runs"].values()))
+        scores = next((run.totals.replicas for run in self._history.runs if run.totals), ())
         with self._lock:
             self._points.append((sample.time, json_text(point)))
             self._text = text
@@ -97,6 +98,25 @@ class SampleStore:
             points = ",".join(text for when, text in self._points if when > time)
             finished = json_text(self._is_finished)
             return f'{{"finished":{finished},"points":[{points}],"sample":{self._text}}}'
+
+
+def _run(run: RunHistory) -> dict[str, Any]:
+    """A run for the page: what it told last, and what it was like lately."""
+    state, totals = run.state, run.totals
+    speed = None if run.gone_for is not None else _short(run.samples_per_second)
+    return {
+        "id": f"{state.host}:{state.pid}.{state.number}",
+        "job": state.job,
+        "rank": state.rank,
+        "pid": state.pid,
+        # Of a run that is gone, the last that it told.
+        "state": state.to_json(),
+        "gone": run.gone_for,
+        "shares": run.shares,
+        "scores": [] if totals is None else [one.relative for one in totals.replicas],
+        "speed": speed,
+        "course": (speed, None if state.last is None else _short(state.last.seconds)),
+    }
 
 
 def _short(value: float | None) -> float | None:

@@ -25,7 +25,7 @@ COLUMNS: tuple[str, ...] = (
     *("time", "elapsed", "device", "name", "uuid"),
     *(metric.name_with_unit for metric in METRICS),
     *("throttle", "error", "host_utilization_ratio", "host_memory_used_bytes"),
-    *("run_pid", "run_rank", "run_steps", "run_samples", "replica", "replica_phase"),
+    *("run_job", "run_rank", "run_pid", "run_steps", "run_samples", "replica", "replica_phase"),
     *_PHASES.values(),
 )
 
@@ -61,19 +61,16 @@ def _rows(sample: Sample) -> Iterator[dict[str, object]]:
     if sample.host is not None:
         common["host_utilization_ratio"] = sample.host.utilization
         common["host_memory_used_bytes"] = sample.host.memory_used
-    run = sample.run
-    if run is not None:
-        common |= {"run_pid": run.pid, "run_rank": run.rank}
-        common |= {"run_steps": run.num_steps, "run_samples": run.num_samples}
-    devices = run.info.devices if run is not None else ()
-    for reading in sample.devices:
-        own: list[int | None] = [i for i, name in enumerate(devices) if name == reading.device]
-        for index in own or [None]:
-            yield {**common, **_device_columns(reading), **_replica_columns(run, index)}
-    read = {reading.device for reading in sample.devices}
-    for index, device in enumerate(devices):
-        if device not in read:
-            yield {**common, "device": device, **_replica_columns(run, index)}
+    read = {reading.device: _device_columns(reading) for reading in sample.devices}
+    used = set()
+    for run in sample.runs:
+        for index, device in enumerate(run.info.devices):
+            used.add(device)
+            columns = read.get(device, {"device": device})
+            yield {**common, **columns, **_replica_columns(run, index)}
+    for device, columns in read.items():
+        if device not in used:
+            yield {**common, **columns}
 
 
 def _device_columns(reading: DeviceReading) -> dict[str, object]:
@@ -87,8 +84,14 @@ def _device_columns(reading: DeviceReading) -> dict[str, object]:
     }
 
 
-def _replica_columns(run: RunState | None, index: int | None) -> dict[str, object]:
-    if run is None or index is None:
-        return {}
-    seconds = {_PHASES[name]: value for name, value in run.totals[index].items()}
-    return {"replica": index, "replica_phase": run.now[index][0], **seconds}
+def _replica_columns(run: RunState, index: int) -> dict[str, object]:
+    return {
+        "run_job": run.job,
+        "run_rank": run.rank,
+        "run_pid": run.pid,
+        "run_steps": run.num_steps,
+        "run_samples": run.num_samples,
+        "replica": index,
+        "replica_phase": run.now[index][0],
+        **{_PHASES[name]: value for name, value in run.totals[index].items()},
+    }

@@ -72,7 +72,7 @@ class View:
         notes = [line for note in sample.notes for line in folded(f"note: {note}", width, "dim")]
         for full in (True, False):
             middle = self._device_lines(sample.devices, width, full=full)
-            middle += replica_lines(self.history.run, sample.host, width, full=full)
+            middle += replica_lines(self.history.runs, sample.host, width, full=full)
             lines = [*top, *alerts, *middle, *processes, *notes]
             if height is None or len(lines) <= height:
                 return lines
@@ -131,26 +131,26 @@ class View:
         return lines
 
     def _replicas_on(self, device: DeviceReading) -> str:
-        state = self.history.run.state
-        if state is None:
-            return ""
-        pairs = zip(state.info.devices, state.info.uuids, strict=False)
         mine = [
             str(i)
-            for i, (name, uuid) in enumerate(pairs)
+            for run in self.history.runs
+            for i, (name, uuid) in enumerate(
+                zip(run.state.info.devices, run.state.info.uuids, strict=True)
+            )
             if name == device.device or (uuid is not None and uuid == device.uuid)
         ]
         return f"replica{'s' * (len(mine) > 1)} {', '.join(mine)}" if mine else ""
 
     def _process_lines(self, processes: Sequence[ProcessReading]) -> list[Text]:
-        state = self.history.run.state
-        own = None if state is None else state.pid
-        ordered = sorted(processes, key=lambda p: (p.pid != own, -(p.memory or 0), p.device, p.pid))
+        own = {run.state.pid for run in self.history.runs}
+        ordered = sorted(
+            processes, key=lambda p: (p.pid not in own, -(p.memory or 0), p.device, p.pid)
+        )
         heads = ("    pid", "device", "memory", "util", "cpu", "host memory", "user", "command")
         lines = [_process_row(heads, "dim bold")] if processes else []
         for process in ordered:
             row = (
-                f"{'> ' if process.pid == own else '  '}{process.pid:>5}",
+                f"{'> ' if process.pid in own else '  '}{process.pid:>5}",
                 clean(process.device),
                 units.bytes_text(process.memory),
                 units.percent_text(process.utilization),
@@ -159,7 +159,7 @@ class View:
                 clean(process.user or units.NOT_AVAILABLE),
                 clean(process.name or units.NOT_AVAILABLE),
             )
-            lines.append(_process_row(row, f"bold {_ACCENT}" if process.pid == own else ""))
+            lines.append(_process_row(row, f"bold {_ACCENT}" if process.pid in own else ""))
         return lines
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
+from dataparallel.errors import needs_extra
 
 
 class Memory(NamedTuple):
@@ -31,6 +31,9 @@ def memory(root: Path = Path("/")) -> Memory:
         That of the tightest control group that has a limit below the host's memory, as in a
         container; else that of the host.
     """
+    with needs_extra("monitor"):
+        import psutil
+
     host = psutil.virtual_memory()
     found = Memory(host.total - host.available, host.total)
     for folder in _groups(root):
@@ -48,6 +51,9 @@ def swap(root: Path = Path("/")) -> Memory:
     Args:
         root: Where ``proc`` and ``sys`` are.
     """
+    with needs_extra("monitor"):
+        import psutil
+
     with warnings.catch_warnings():
         # In some containers what was swapped in and out is hidden, which nobody wants here.
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -119,7 +119,7 @@ class Sample:
         devices: One reading per device.
         processes: The processes on the devices.
         host: The host; None if it could not be read.
-        run: The run that is watched; None if there is none.
+        runs: The runs that are watched, by job and rank.
         notes: What a user should know, in words: what is missing, and how to get it.
         versions: Of what drives the devices: ``{"driver": "570.1", "CUDA": "12.8"}``.
     """
@@ -130,7 +130,7 @@ class Sample:
     devices: tuple[DeviceReading, ...]
     processes: tuple[ProcessReading, ...] = ()
     host: HostReading | None = None
-    run: RunState | None = None
+    runs: tuple[RunState, ...] = ()
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -153,9 +153,9 @@ class Sample:
                 devices=tuple(_device(one) for one in data["devices"]),
                 processes=tuple(ProcessReading(**one) for one in data["processes"]),
                 host=None if data["host"] is None else _host(data["host"]),
-                run=None if data["run"] is None else RunState.from_json(data["run"]),
+                runs=tuple(RunState.from_json(one) for one in data["runs"]),
                 notes=tuple(data["notes"]),
-                versions=data.get("versions", {}),
+                versions=dict(data["versions"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no sample: {error!r} in {data!r:.200}") from error
@@ -168,7 +168,7 @@ def _device(data: Mapping[str, Any]) -> DeviceReading:
 
 
 def _host(data: Mapping[str, Any]) -> HostReading:
-    load = data.get("load")
+    load = data["load"]
     return HostReading(**{**data, "load": None if load is None else tuple(load)})
 
 

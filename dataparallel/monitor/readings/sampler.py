@@ -38,10 +38,10 @@ class Sampler:
         sources: Where readings come from.
         interval: Seconds between samples, at most a day. Default: 1.
         host: Reads the host. Default: nobody does.
-        run: Tells the state of a run that is watched; None when it is gone. It is asked before the
-            sources. Default: there is none.
+        runs: Tells the states of the runs that are watched. It is asked before the sources.
+            Default: there are none.
         notes: Tells what a user should know, after all has been read. Default: nothing.
-        is_over: Tells whether the process of the run is gone for good. Default: never.
+        is_over: Tells whether the processes of the runs are gone for good. Default: never.
         clock: Tells the time in seconds. Default: ``time.monotonic``.
         sleep: Waits so many seconds. Default: it waits, and :meth:`stop` ends the waiting.
         wall: Tells the time in seconds since 1970. Default: ``time.time``.
@@ -56,7 +56,7 @@ class Sampler:
         *,
         interval: float = 1.0,
         host: Callable[[], HostReading | None] = lambda: None,
-        run: Callable[[], RunState | None] = lambda: None,
+        runs: Callable[[], Sequence[RunState]] = tuple,
         notes: Callable[[], Sequence[str]] = tuple,
         is_over: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +71,7 @@ class Sampler:
         self._sources = list(sources)
         self._interval = interval
         self._host = host
-        self._run = run
+        self._runs = runs
         self._notes = notes
         self._is_over = is_over
         self._clock = clock
@@ -99,7 +99,7 @@ class Sampler:
         if self._first is None:
             self._first = begin
         failures: list[str] = []
-        run = _guarded(self._run, "the run that is watched", failures)
+        runs = _guarded(self._runs, "the runs that are watched", failures) or ()
         readings = [
             _guarded(source.read, f"the source {source.name!r}", failures) or SourceReading()
             for source in self._sources
@@ -115,14 +115,14 @@ class Sampler:
             devices=tuple(device for reading in readings for device in reading.devices),
             processes=tuple(process for reading in readings for process in reading.processes),
             host=host,
-            run=run,
+            runs=tuple(sorted(runs, key=lambda run: run.order)),
             notes=tuple(dict.fromkeys(notes)),
             versions={name: told for one in readings for name, told in one.versions.items()},
         )
 
     def warm_up(self) -> None:
         """Read everything once and forget it: there the first differences have their beginning."""
-        for read in (self._run, *(source.read for source in self._sources), self._host):
+        for read in (self._runs, *(source.read for source in self._sources), self._host):
             # What fails will fail again, and tell it.
             with contextlib.suppress(Exception):
                 read()
@@ -156,7 +156,7 @@ class Sampler:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process of the run that is watched is gone for good."""
+        """Whether the processes of the runs that are watched are gone for good."""
         return self._is_over()
 
 
