@@ -30,8 +30,8 @@ COLUMNS: dict[str, tuple[str, float, float]] = {
     "sm_clock_max": ("clocks.max.sm", 1e6, 0.5),
     "memory_clock": ("clocks.mem", 1e6, 200),
     "fan": ("fan.speed", 0.01, 5),
-    "ecc_corrected": ("ecc.errors.corrected.volatile.total", 1, 0),
-    "ecc_uncorrected": ("ecc.errors.uncorrected.volatile.total", 1, 0),
+    "ecc_corrected_errors": ("ecc.errors.corrected.volatile.total", 1, 0),
+    "ecc_uncorrected_errors": ("ecc.errors.uncorrected.volatile.total", 1, 0),
 }
 
 

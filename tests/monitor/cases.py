@@ -238,7 +238,7 @@ def make_device(i: int, values: dict[str, float | None] | None = None, **more: A
         "sm_clock": 1.98e9,
         "sm_clock_max": 1.98e9,
         "pcie_sent": 1.2e9,
-        "ecc_uncorrected": 0.0,
+        "ecc_uncorrected_errors": 0.0,
     }
     more |= {"name": "NVIDIA H100 80GB HBM3", "values": {**usual, **(values or {})}}
     return dataclasses.replace(device(i), **more)
@@ -257,7 +257,7 @@ def make_sample(tick: int = 0, **changes: Any) -> Sample:
             make_device(1, hot, throttle=("power cap", "thermal slowdown")),
             DeviceReading("cuda:2", "NVIDIA H100", "nvml", "GPU-2", error="GPU is lost; reset it"),
             make_device(3, {"utilization": None}),
-            make_device(4, {"ecc_uncorrected": 2.0}),
+            make_device(4, {"ecc_uncorrected_errors": 2.0}),
         ),
         processes=(
             *(

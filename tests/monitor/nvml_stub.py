@@ -12,7 +12,7 @@ import pytest
 
 from dataparallel.monitor.readings.nvml import NvmlSource
 
-UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TOO_SMALL = 1, 3, 6, 7
+UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TOO_SMALL, TIMEOUT = 1, 3, 6, 7, 10
 ALL_LINKS = 0xFFFFFFFF
 #: What a driver lacks that is older than CUDA 12.2, and what CUDA 14 takes away.
 OLD = {"nvmlDeviceGetCurrentClocksEventReasons", "nvmlGpmQueryDeviceSupport"}
@@ -43,6 +43,13 @@ FIELDS: dict[tuple[int, int], tuple[int, float] | int] = {
     (198, 0): (3, 2000),
     (138, ALL_LINKS): (3, 10),
     (139, ALL_LINKS): (3, 20),
+    # Slow-downs in nanoseconds, replays of PCIe, and rows of the memory that were replaced.
+    **{
+        (74 + place, 0): (3, seconds * 10**9)
+        for place, seconds in ((0, 90), (1, 4), (2, 0), (3, 0), (5, 0))
+    },
+    (94, 0): (1, 7),
+    **{(142 + place, 0): (1, count) for place, count in enumerate((2, 1, 1, 0))},
 }
 
 
@@ -74,6 +81,10 @@ class Stub:
         self.lacks: set[str] = set()
         self.opened = self.calls = 0
         self.samples: dict[int, tuple[Any, Device | None, int, int]] = {}
+        #: Devices whose errors are told, and the errors that nobody has asked for yet.
+        self.watched: list[Device] = []
+        self.errors: list[tuple[Device, int]] = []
+        self.event_sets = 0
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("nvml") or name in self.lacks:
@@ -119,6 +130,7 @@ class Stub:
 
     def _nvmlShutdown(self, name: str) -> int:
         self.opened -= 1
+        self.event_sets *= bool(self.opened)
         return 0
 
     def _nvmlSystemGetDriverVersion(self, name: str, text: Any, size: Any) -> int:
@@ -153,6 +165,32 @@ class Stub:
             if not isinstance(found, int):
                 one.valueType, value = found
                 setattr(one.value, {0: "dVal", 1: "uiVal"}.get(one.valueType, "ullVal"), value)
+        return 0
+
+    # --- errors that devices report --------------------------------------------------------------
+
+    def _nvmlEventSetCreate(self, name: str, one: Any) -> int:
+        self.event_sets += 1
+        return 0
+
+    def _nvmlEventSetFree(self, name: str, one: Any) -> int:
+        self.event_sets -= 1
+        self.watched.clear()
+        return 0
+
+    def _nvmlDeviceRegisterEvents(self, device: Device, types: Any, one: Any) -> int:
+        assert types.value == 8
+        self.watched.append(device)
+        return 0
+
+    def _nvmlEventSetWait(self, name: str, one: Any, event: Any, milliseconds: Any) -> int:
+        assert milliseconds.value == 0
+        if not self.errors:
+            return TIMEOUT
+        device, number = self.errors.pop(0)
+        assert device in self.watched
+        ctypes.c_void_p.from_buffer(event._obj).value = device.address
+        event._obj.eventType, event._obj.eventData = 8, number
         return 0
 
     # --- processes and instances -----------------------------------------------------------------
@@ -264,4 +302,4 @@ def source(stub: Stub, clock: Clock) -> Iterator[NvmlSource]:
     one = NvmlSource(environment={}, clock=clock, sees_host=True)
     yield one
     one.close()
-    assert stub.opened == 0 and not stub.samples
+    assert stub.opened == 0 and not stub.samples and not stub.event_sets

@@ -49,9 +49,20 @@ FIXED = {
     "sm_clock": 1755e6,
     "sm_clock_max": 1980e6,
     "memory_clock": 2619e6,
-    "ecc_corrected": 3.0,
-    "ecc_uncorrected": 0.0,
+    "ecc_corrected_errors": 3.0,
+    "ecc_uncorrected_errors": 0.0,
     "fan": 0.35,
+    "throttled_by_power": 90.0,
+    "throttled_by_heat": 4.0,
+    "throttled_by_sync_boost": 0.0,
+    "throttled_by_board_limit": 0.0,
+    "throttled_by_reliability": 0.0,
+    "xid_errors": 0.0,
+    "pcie_replays": 7.0,
+    "remapped_rows_correctable": 2.0,
+    "remapped_rows_uncorrectable": 1.0,
+    "row_remapping_pending": 1.0,
+    "row_remapping_failed": 0.0,
 }
 
 
@@ -90,6 +101,31 @@ def test_values_that_stand_for_none_are_none(stub: Stub, source: NvmlSource) -> 
     assert only(source).values == pytest.approx(told)
 
 
+def test_errors_that_devices_report_are_counted(stub: Stub, source: NvmlSource) -> None:
+    stub.devices.append(Device(1, EVERYTHING))
+    told = []
+    for errors in ([], [(0, 31), (1, 13), (0, 79)], [], [(0, 43)]):
+        stub.errors = [(stub.devices[index], number) for index, number in errors]
+        devices = source.read().devices
+        told.append([(one.value("xid_errors"), one.value("last_xid")) for one in devices])
+        # They are kept while NVML is opened anew.
+        source.close()
+        source.read()
+    one = (1.0, 13.0)
+    assert told == [[(0.0, None)] * 2, [(2.0, 79.0), one], [(2.0, 79.0), one], [(3.0, 43.0), one]]
+
+
+@pytest.mark.parametrize(
+    "function", ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"]
+)
+def test_errors_are_not_told_where_nobody_can_look(
+    stub: Stub, source: NvmlSource, function: str
+) -> None:
+    stub.lacks = {function}
+    reading = source.read()
+    assert reading.devices[0].value("xid_errors") is None and reading.notes == ()
+
+
 def test_a_sample_of_a_device_that_tells_all_asks_little(stub: Stub, source: NvmlSource) -> None:
     stub.devices[0].gpm = {2: 50.0}
     stub.devices[0].processes = [("Compute", 77, 1000, 30), ("Graphics", 78, 1000, 30)]
@@ -97,8 +133,8 @@ def test_a_sample_of_a_device_that_tells_all_asks_little(stub: Stub, source: Nvm
     source.read()
     before = stub.calls
     source.read()
-    # Lists of processes are asked for their length first: 20 questions, three of them twice.
-    assert stub.calls - before <= 23
+    # Lists of processes are asked for their length first: 21 questions, three of them twice.
+    assert stub.calls - before <= 24
 
 
 @pytest.mark.parametrize("code", [999, 10, 21, 6, 77])
@@ -467,7 +503,8 @@ def test_unified_memory_is_not_available_and_told(stub: Stub, source: NvmlSource
     reading = source.read()
     (device,) = reading.devices
     assert (device.name, device.error) == ("NVIDIA GB10", None)
-    assert device.values == {"utilization": 0.4, "memory_utilization": 0.25, "power": 30.0}
+    told = {"utilization": 0.4, "memory_utilization": 0.25, "power": 30.0, "xid_errors": 0.0}
+    assert device.values == told
     (note,) = reading.notes
     assert note.startswith("cuda:0: the driver does not tell its memory; devices with unified")
     # A failure that passes is no such thing.

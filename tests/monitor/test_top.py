@@ -97,8 +97,8 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
         (seen(temperature=85.0), ["cuda:0 is hot (85 C)"]),
         (seen(memory_used=75 * GIB), []),
         (seen(memory_used=77 * GIB), ["the memory of cuda:0 is nearly full (96 %)"]),
-        (seen(ecc_uncorrected=None), []),
-        (seen(ecc_uncorrected=1.0), ["cuda:0 has 1 memory errors that were not corrected"]),
+        (seen(ecc_uncorrected_errors=None), []),
+        (seen(ecc_uncorrected_errors=1.0), ["cuda:0 has 1 memory errors that were not corrected"]),
         ([SLOWED], ["cuda:0 is slowed down (power cap, HW slowdown): look at its cooling"]),
         # What is broken comes first.
         (

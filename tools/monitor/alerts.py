@@ -52,7 +52,7 @@ def _names_in_run(device: DeviceReading, run: RunHistory) -> list[str]:
 def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:
     name = device.device
     found = []
-    uncorrected = device.value("ecc_uncorrected")
+    uncorrected = device.value("ecc_uncorrected_errors")
     if uncorrected:
         text = (
             f"{name} has {uncorrected:.0f} memory errors that were not corrected: results may be "

@@ -10,18 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Unit: TypeAlias = Literal["ratio", "bytes", "bytes/s", "W", "J", "C", "Hz", "count"]
+Unit: TypeAlias = Literal["ratio", "bytes", "bytes/s", "s", "W", "J", "C", "Hz", "count"]
 
-#: How Prometheus calls the units.
+#: How Prometheus calls the units; what is counted is in the name.
 _SUFFIXES: dict[Unit, str] = {
     "ratio": "ratio",
     "bytes": "bytes",
     "bytes/s": "bytes_per_second",
+    "s": "seconds",
     "W": "watts",
     "J": "joules",
     "C": "celsius",
     "Hz": "hertz",
-    "count": "errors",
+    "count": "",
 }
 
 
@@ -44,7 +45,8 @@ class Metric:
     @property
     def name_with_unit(self) -> str:
         """The name in tables and, behind a prefix, in Prometheus."""
-        return f"{self.name}_{_SUFFIXES[self.unit]}{'_total' if self.is_counter else ''}"
+        parts = (self.name, _SUFFIXES[self.unit], "total" if self.is_counter else "")
+        return "_".join(filter(None, parts))
 
 
 #: All metrics of devices, in the order in which they are shown.
@@ -66,8 +68,29 @@ METRICS: tuple[Metric, ...] = (
     Metric("pcie_received", "bytes/s", "received over PCIe"),
     Metric("nvlink_sent", "bytes/s", "sent over NVLink"),
     Metric("nvlink_received", "bytes/s", "received over NVLink"),
-    Metric("ecc_corrected", "count", "memory errors that were corrected", is_counter=True),
-    Metric("ecc_uncorrected", "count", "memory errors that were not corrected", is_counter=True),
+    *(
+        Metric(f"throttled_by_{what}", "s", f"time slowed down by {why}", is_counter=True)
+        for what, why in (
+            ("power", "the power limit"),
+            ("heat", "heat"),
+            ("sync_boost", "sync boost with other devices"),
+            ("board_limit", "the limit of the board"),
+            ("reliability", "the limit of reliability"),
+        )
+    ),
+    Metric("ecc_corrected_errors", "count", "corrected memory errors", is_counter=True),
+    Metric("ecc_uncorrected_errors", "count", "uncorrected memory errors", is_counter=True),
+    Metric("xid_errors", "count", "errors (XID) told since reading began", is_counter=True),
+    Metric("last_xid", "count", "number of the last of these errors"),
+    Metric("pcie_replays", "count", "packets that PCIe had to send again", is_counter=True),
+    *(
+        Metric(
+            f"remapped_rows_{sort}", "count", f"rows replaced after {sort} errors", is_counter=True
+        )
+        for sort in ("correctable", "uncorrectable")
+    ),
+    Metric("row_remapping_pending", "count", "1: rows are replaced at the next reset"),
+    Metric("row_remapping_failed", "count", "1: a row could not be replaced"),
     Metric("fan", "ratio", "speed of the fan"),
     Metric("sm_active", "ratio", "share of processors that were busy"),
     Metric("sm_occupancy", "ratio", "share of warps that were resident"),

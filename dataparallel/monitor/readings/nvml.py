@@ -13,6 +13,7 @@ memory of a device.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ from dataparallel.monitor.readings.nvml_errors import (
     NvmlUnavailable,
     explain,
 )
+from dataparallel.monitor.readings.nvml_events import XidEvents
 from dataparallel.monitor.readings.nvml_processes import (
     LISTS,
     NO_NAMES,
@@ -88,6 +90,7 @@ class NvmlSource:
         self._sees_host = sees_host_processes() if sees_host is None else sees_host
         self._host = HostProcesses()
         self._query = Query()
+        self._xid = XidEvents(self._query)
         self._slots: list[Slot] = []
         self._run: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -146,6 +149,7 @@ class NvmlSource:
             try:
                 self._query.open()
                 list_devices(self._query, self._slots)
+                self._watch_errors()
             except NvmlUnavailable as error:
                 self._shut(str(error))
                 self._failure = error
@@ -155,10 +159,22 @@ class NvmlSource:
     def _shut(self, why: str) -> None:
         for slot in self._slots:
             slot.lose(why)
+        with contextlib.suppress(DeviceLost, NvmlUnavailable):
+            self._xid.close()
         self._query.close()
         self._failure = None
 
+    def _watch_errors(self) -> None:
+        self._query.forget()
+        for slot in self._slots:
+            if slot.device is not None:
+                try:
+                    self._xid.watch(slot.key, slot.device.handle)
+                except DeviceLost as error:
+                    slot.lose(str(error))
+
     def _read_open(self) -> SourceReading:
+        self._xid.read()
         for slot in self._slots:
             self._divide(slot)
         names = self._names()
@@ -209,7 +225,15 @@ class NvmlSource:
         if not values:
             error = explain(next(iter(self._query.errors.values()), UNKNOWN))
         yield (
-            DeviceReading(device, slot.name, self.name, slot.uuid, values, throttle, error=error),
+            DeviceReading(
+                device,
+                slot.name,
+                self.name,
+                slot.uuid,
+                {} if error else {**values, **self._xid.values(slot.key)},
+                throttle,
+                error=error,
+            ),
             listed,
             [] if error else self._notes(slot, device, values),
         )

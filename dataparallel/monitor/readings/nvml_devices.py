@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 from dataparallel.monitor.readings.nvml_errors import (
@@ -12,7 +11,7 @@ from dataparallel.monitor.readings.nvml_errors import (
     explain,
 )
 from dataparallel.monitor.readings.nvml_processes import Processes
-from dataparallel.monitor.readings.nvml_query import Query
+from dataparallel.monitor.readings.nvml_query import Query, address
 from dataparallel.monitor.readings.nvml_values import (
     Gpm,
     NumberedFields,
@@ -72,7 +71,7 @@ class Instance:
 
     def __init__(self, query: Query, parent: Any, handle: Any) -> None:
         self.name = str(query("nvmlDeviceGetName", handle) or "MIG instance")
-        self.address = _address(handle)
+        self.address = address(handle)
         self.processes = Processes(query, handle)
         self._query = query
         self._handle = handle
@@ -142,7 +141,7 @@ class Slot:
             uuid = None if part is None else query("nvmlDeviceGetUUID", part)
             if uuid is not None:
                 known = self.instances.get(uuid)
-                is_same = known is not None and known.address == _address(part)
+                is_same = known is not None and known.address == address(part)
                 found[uuid] = known if known and is_same else Instance(query, handle, part)
         before, self.instances = self.instances, found
         for uuid, instance in before.items():
@@ -164,10 +163,6 @@ def _give_back(one: WholeDevice | Instance | None) -> None:
     except (DeviceLost, NvmlUnavailable):
         # What was held is gone together with what held it.
         return
-
-
-def _address(handle: Any) -> int | None:
-    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def list_devices(query: Query, slots: list[Slot]) -> None:

@@ -11,6 +11,7 @@ UNINITIALIZED = 1
 INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
+TIMEOUT = 10
 LIBRARY_NOT_FOUND = 12
 FUNCTION_NOT_FOUND = 13
 LIBRARY_TOO_OLD = 25
@@ -36,7 +37,7 @@ MEANINGS: dict[int, tuple[str, str]] = {
     6: ("the device is not there any more", _RESET),
     8: ("the device's power cables are not plugged in", "plug them in and reboot"),
     9: ("NVIDIA's driver is not loaded", _LOAD),
-    10: ("the driver did not answer in time", "it is asked again at the next sample"),
+    TIMEOUT: ("the driver did not answer in time", "it is asked again at the next sample"),
     11: ("the device has a problem with interrupts", "reboot, then look at: sudo dmesg"),
     LIBRARY_NOT_FOUND: ("libnvidia-ml.so.1 was not found", _INSTALL),
     FUNCTION_NOT_FOUND: ("the driver is too old for this", _UPDATE),

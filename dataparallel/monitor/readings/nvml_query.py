@@ -28,6 +28,11 @@ def number(value: float) -> float | None:
     return None if value in _SENTINELS or not math.isfinite(value) else value
 
 
+def address(handle: Any) -> int | None:
+    """Where NVML keeps a device: what tells two handles apart."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
 class Query:
     """Asks NVML, and knows three sorts of failures: not available, lost, and nothing at all.
 

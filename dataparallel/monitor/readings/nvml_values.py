@@ -29,8 +29,8 @@ _NUMBERS: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = (
     ("sm_clock", "nvmlDeviceGetClockInfo", (_CLOCK_SM,), _MHZ, 1),
     ("sm_clock_max", "nvmlDeviceGetMaxClockInfo", (_CLOCK_SM,), _MHZ, 1),
     ("memory_clock", "nvmlDeviceGetClockInfo", (_CLOCK_MEMORY,), _MHZ, 1),
-    ("ecc_corrected", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _SINCE_LOADED), 1, 1),
-    ("ecc_uncorrected", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _SINCE_LOADED), 1, 1),
+    ("ecc_corrected_errors", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _SINCE_LOADED), 1, 1),
+    ("ecc_uncorrected_errors", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _SINCE_LOADED), 1, 1),
     ("fan", "nvmlDeviceGetFanSpeed", (), 1, 100),
 )
 
@@ -90,7 +90,7 @@ def read_throttle(query: Query, handle: Any) -> tuple[str, ...]:
     return (*words, *([f"unknown reason {unknown:#x}"] if unknown else []))
 
 
-# --- numbered fields: traffic, and the memory's heat -----------------------------------------
+# --- numbered fields: traffic, the memory's heat, and what went wrong ---------------------------
 
 #: The scope that asks for the sum over all links.
 _ALL_LINKS = 0xFFFFFFFF
@@ -105,16 +105,28 @@ class _Entry:
     number: int
     scope: int = 0
     scale: float = 1.0
-    is_counter: bool = True
+    #: Whether the metric is how much the field grows per second.
+    is_rate: bool = False
 
 
 _ENTRIES = (
-    _Entry("memory_temperature", 82, is_counter=False),
-    _Entry("pcie_sent", 197),
-    _Entry("pcie_received", 198),
+    _Entry("memory_temperature", 82),
+    _Entry("pcie_sent", 197, is_rate=True),
+    _Entry("pcie_received", 198, is_rate=True),
     # In KiB.
-    _Entry("nvlink_sent", 138, _ALL_LINKS, 1024),
-    _Entry("nvlink_received", 139, _ALL_LINKS, 1024),
+    _Entry("nvlink_sent", 138, _ALL_LINKS, 1024, is_rate=True),
+    _Entry("nvlink_received", 139, _ALL_LINKS, 1024, is_rate=True),
+    # In nanoseconds. Slow-downs by the hardware alone have other numbers in each driver's version.
+    _Entry("throttled_by_power", 74, scale=1e-9),
+    _Entry("throttled_by_heat", 75, scale=1e-9),
+    _Entry("throttled_by_sync_boost", 76, scale=1e-9),
+    _Entry("throttled_by_board_limit", 77, scale=1e-9),
+    _Entry("throttled_by_reliability", 79, scale=1e-9),
+    _Entry("pcie_replays", 94),
+    _Entry("remapped_rows_correctable", 142),
+    _Entry("remapped_rows_uncorrectable", 143),
+    _Entry("row_remapping_pending", 144),
+    _Entry("row_remapping_failed", 145),
 )
 
 
@@ -148,8 +160,10 @@ class NumberedFields:
             value = None if one.nvmlReturn else _value(entry, one)
             if value is None:
                 continue
-            self._before[entry] = value
-            told = self._growth(entry, value, before.get(entry), now) if entry.is_counter else value
+            told: float | None = value * entry.scale
+            if entry.is_rate:
+                self._before[entry] = value
+                told = self._growth(entry, value, before.get(entry), now)
             if told is not None:
                 values[entry.metric] = told
         self._time = now
@@ -167,7 +181,7 @@ class NumberedFields:
 def _value(entry: _Entry, one: Any) -> float | None:
     if not 0 <= one.valueType < len(_MEMBERS):
         return None
-    if entry.is_counter and entry.scale == 1 and one.valueType == _UNSIGNED_INT:
+    if entry.is_rate and entry.scale == 1 and one.valueType == _UNSIGNED_INT:
         # A counter of bytes with 32 bits overflows several times a second.
         return None
     return number(getattr(one.value, _MEMBERS[one.valueType]))
