@@ -21,6 +21,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor, StepRecord
+from dataparallel.tools.monitor.palette import LINE_COLORS
 from dataparallel.tools.monitor.plot import draw_step
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -97,20 +98,22 @@ def draw(
     """Loss, accuracy, and the training step of median length."""
     figure = Figure(figsize=(9, 6.5), dpi=120)
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
-    figure.suptitle(f"Handwritten digits: {title[0].lower()}{title[1:]}")
+    where = ", ".join(one.device for one in steps[-1].replicas)
+    figure.suptitle(f"Handwritten digits on {where}: {title[0].lower()}{title[1:]}")
     axes = figure.subplot_mosaic([["loss", "accuracy"], ["step", "step"]], height_ratios=(3, 2))
     epochs = [(i + 1) * len(accuracies) / len(losses) for i in range(len(losses))]
-    axes["loss"].semilogy(epochs, losses, color="#4477aa", linewidth=1)
+    axes["loss"].semilogy(epochs, losses, color=LINE_COLORS[0], linewidth=1)
     axes["loss"].set(xlabel="epoch", ylabel="training loss (nats)")
     percents = [100 * each for each in accuracies]
-    axes["accuracy"].plot(range(1, len(percents) + 1), percents, color="#cc6677", marker="o")
+    axes["accuracy"].plot(range(1, len(percents) + 1), percents, color=LINE_COLORS[1], marker=".")
     axes["accuracy"].set(xlabel="epoch", ylabel="test accuracy (%)")
+    axes["accuracy"].locator_params(axis="x", integer=True)
     for each in (axes["loss"], axes["accuracy"]):
         each.spines[["top", "right"]].set_visible(False)
         each.grid(alpha=0.3)
     training = sorted((s for s in steps if s.kind == "train"), key=lambda s: s.seconds)
     draw_step(axes["step"], training[len(training) // 2])
-    axes["step"].set_title("The training step of median length", loc="left")
+    axes["step"].set_title("The training step of median length", loc="left", pad=24)
     return figure
 
 

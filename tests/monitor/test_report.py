@@ -6,20 +6,19 @@ import csv
 import dataclasses
 import io
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
-from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
+from dataparallel.tools.monitor.palette import DARK
 from dataparallel.tools.monitor.recording import times_of
 from dataparallel.tools.monitor.report import RunReport, energy_used, make_report
 from dataparallel.tools.monitor.report_command import print_report
@@ -309,45 +308,101 @@ def test_a_table_has_a_row_per_device_and_replica(
 # --- pictures ----------------------------------------------------------------------------------
 
 
-def titles(axes: Sequence[Axes]) -> list[str]:
-    return [one.get_title(loc="left") for one in axes]
+def titles(figure: Figure) -> list[str]:
+    return [found for one in figure.axes if (found := one.get_title(loc="left"))]
 
 
-def test_a_picture_has_a_row_for_all_that_is_known() -> None:
-    axes = plot.draw(training(), "a run").axes
-    found = titles(axes)
-    assert found[:4] == [
-        "Utilization (%); thick while slowed down",
-        "Memory in use (GiB)",
-        "Power (W)",
+def names(figure: Figure) -> list[str]:
+    """What stands left of the strips."""
+    return [one.texts[0].get_text() for one in figure.axes if one.texts]
+
+
+def test_a_picture_has_a_strip_for_all_that_is_known() -> None:
+    figure = plot.draw({"run": training()})
+    assert figure.texts[0].get_text() == "Net on 4 \N{MULTIPLICATION SIGN} NVIDIA H200"
+    assert "48 steps" in figure.texts[1].get_text()
+    assert titles(figure) == [
+        "Utilization, each from 0 to 100 %",
+        "Memory in use, each from 0 to 33 GiB",
+        "Power, each from 0 to 650 W",
         "Share of the time in each phase",
+        "Imbalance: computing time of the slowest replica over the mean; 1 is even",
+        "The last training step, 48: 32 samples",
     ]
-    assert found[-2].startswith("Imbalance") and found[-1] == "Training step 48: 32 samples"
-    assert [one.get_ylabel() for one in axes[3:7]] == [f"replica {i}\ncuda:{i}" for i in range(4)]
-    assert axes[-2].get_xlabel() == "seconds since the recording began"
-    legends = [axes[i].get_legend() for i in (0, -1)]
-    texts = [[one.get_text() for one in legend.get_texts()] for legend in legends if legend]
-    assert texts == [[f"cuda:{i}" for i in range(4)], list(PHASES)]
-    assert axes[-1].get_xlim() == (0.0, 4.0)
+    assert figure.axes[0].get_title(loc="right") == "shaded: slowed down (power cap)"
+    replicas = [f"replica {i}, cuda:{i}" for i in range(4)]
+    assert names(figure) == [f"cuda:{i}" for i in range(4)] * 3 + replicas
+    *_, imbalance, step = figure.axes
+    assert imbalance.get_xlabel() == "seconds since the recording began"
+    legend = step.get_legend()
+    assert legend is not None
+    # Those that occur.
+    told = [text.get_text() for text in legend.get_texts()]
+    assert told == ["input", "forward", "backward", "idle"]
+    assert step.get_xlim() == (0.0, 4.0)
     # Of the imbalance of every second: replica 3 takes twice as long.
-    assert max(np.asarray(axes[-2].get_lines()[0].get_ydata())) == pytest.approx(8 / 5, abs=0.01)
+    assert max(np.asarray(imbalance.get_lines()[0].get_ydata())) == pytest.approx(8 / 5, abs=0.01)
 
 
-def test_what_is_not_available_has_no_row_and_lines_have_gaps() -> None:
+def test_ranks_of_a_job_are_drawn_together_from_one_recording_or_several() -> None:
+    def rank(number: int, samples: Sequence[Sample]) -> list[Sample]:
+        info = make_info(4, device="cuda", world_size=2)
+        return [
+            dataclasses.replace(
+                one,
+                runs=tuple(
+                    dataclasses.replace(state, rank=number, pid=PID + number, info=info)
+                    for state in one.runs
+                ),
+            )
+            for one in samples
+        ]
+
+    first, second = rank(0, training()), rank(1, training())
+    both = [
+        dataclasses.replace(one, runs=one.runs + other.runs)
+        for one, other in zip(first, second, strict=True)
+    ]
+    replicas = [f"rank {r}, replica {i}, cuda:{i}" for r in range(2) for i in range(4)]
+    for recordings, number, devices in (
+        ({"run": both}, 4, ["cuda:0"]),
+        ({"a": first, "b": second}, 8, ["a cuda:0", "b cuda:0"]),
+    ):
+        figure = plot.draw(recordings)
+        assert (
+            figure.texts[0].get_text()
+            == f"Net on {number} \N{MULTIPLICATION SIGN} NVIDIA H200, 2 ranks"
+        )
+        assert names(figure)[3 * number :] == replicas
+        assert [name for name in names(figure) if name.endswith("cuda:0")][
+            : len(devices)
+        ] == devices
+        assert titles(figure)[-1] == "The last training step, 48: 64 samples"
+
+
+def test_what_is_not_available_has_no_strip_and_lines_have_gaps() -> None:
     lost = DeviceReading("cuda:0", "GPU", "nvml", error="lost")
     devices = [device(0, utilization=0.5), lost, device(0), device(0, utilization=1.0)]
-    (axes,) = plot.draw([sample(float(i), [one]) for i, one in enumerate(devices)], "").axes
-    assert titles([axes]) == ["Utilization (%)"]
+    (axes,) = plot.draw({"": [sample(float(i), [one]) for i, one in enumerate(devices)]}).axes
     np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [50, np.nan, np.nan, 100])
+    assert axes.texts[1].get_text() == "mean 75, most 100 %"
     for samples in ([], [sample(0.0)]):
         with pytest.raises(ValueError, match="neither readings of devices nor a run"):
-            plot.draw(samples, "")
+            plot.draw({"": samples})
 
 
-def test_curves_have_gaps_for_pauses_and_at_most_so_many_means() -> None:
-    x, y = plot.curve([0.0, 1.0, 2.0, 100.0, 101.0], [1.0] * 5)
-    assert x == [0.0, 1.0, 2.0, 51.0, 100.0, 101.0]
-    assert [math.isnan(value) for value in y] == [False] * 3 + [True] + [False] * 2
+def test_a_pause_and_a_recording_that_was_continued_leave_a_gap() -> None:
+    paused = [sample(each, [device(0, power=1.0)]) for each in (0.0, 1.0, 2.0, 6.0, 7.0)]
+    again = [*paused[:2], dataclasses.replace(paused[2], elapsed=0.0)]
+    for samples, x, gap in ((paused, [0, 1, 2, 4, 6, 7], 3), (again, [0, 1, 1.5, 2], 2)):
+        (axes,) = plot.draw({"": samples}).axes
+        line = axes.get_lines()[0]
+        np.testing.assert_array_equal(line.get_xdata(), x)
+        y = np.asarray(line.get_ydata(), float)
+        np.testing.assert_array_equal(np.isnan(y), np.arange(len(x)) == gap)
+
+
+def test_curves_have_at_most_so_many_means() -> None:
     x, y = plot.curve([i / 10 for i in range(20_000)], [float(i % 2) for i in range(20_000)])
     assert plot.MAX_POINTS / 2 < len(x) == len(y) <= plot.MAX_POINTS
     assert all(value == pytest.approx(0.5, abs=0.05) for value in y[:-1])
@@ -355,13 +410,9 @@ def test_curves_have_gaps_for_pauses_and_at_most_so_many_means() -> None:
 
 @pytest.mark.parametrize(("number", "replicas"), [(1, 2), (4, 20)])
 def test_few_samples_and_many_replicas_can_be_drawn(number: int, replicas: int) -> None:
-    axes = plot.draw(training(number, replicas), "").axes
-    lines = axes[0].get_lines()
-    assert lines[0].get_marker() == "."
-    styles = {(line.get_color(), line.get_linestyle()) for line in lines}
-    assert len(styles) == min(16, replicas)
-    told = "Share of the time in each phase (the first 16 of 20)" in titles(axes)
-    assert told == (replicas == 20)
+    found = titles(plot.draw({"run": training(number, replicas)}, theme=DARK))
+    assert ("Share of the time in each phase (the first 16 of 20)" in found) == (replicas == 20)
+    assert any("Power" in one and "the first 16 of 20" in one for one in found) == (replicas == 20)
 
 
 def test_the_command_writes_a_picture_where_one_can_be(
@@ -370,14 +421,16 @@ def test_the_command_writes_a_picture_where_one_can_be(
     recording = write_recording(tmp_path / "run.jsonl", [make_sample(i) for i in range(4)])
     target = tmp_path / "run.png"
     target.write_bytes(b"old")
-    words = ["monitor", "plot", str(recording)]
-    assert main([*words, str(target), "--title", "two"]) == 0
+    (tmp_path / "other").mkdir()
+    other = write_recording(tmp_path / "other" / "run.jsonl", [make_sample(5)])
+    words = ["monitor", "plot", str(recording), str(other)]
+    assert main([*words, str(target), "--title", "two", "--dark"]) == 0
     assert imread(target).std() > 0.05
-    assert "4 samples" in capsys.readouterr().out
+    assert "5 samples" in capsys.readouterr().out
     for name, expected in (
         ("run.gif", "a picture ends in one of .png, .svg, .pdf"),
         ("no/run.png", "cannot be written"),
     ):
         assert main([*words, str(tmp_path / name)]) == 2
         assert expected in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.jsonl", "run.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run.jsonl", "run.png"]

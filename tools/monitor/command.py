@@ -226,9 +226,10 @@ def _add_plot(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "plot",
-        summary="Draw a recording: devices, phases of each replica, imbalance, the last step.",
+        summary="Draw recordings: devices, phases of each replica, imbalance, the last step.",
         examples=[
             "dataparallel monitor plot run.jsonl run.png",
+            "dataparallel monitor plot machine0.jsonl machine1.jsonl job.png",
             'dataparallel monitor plot run.jsonl run.pdf --title "four GPUs, batch 256"',
         ],
         run=late(
@@ -237,12 +238,17 @@ def _add_plot(commands: Subparsers) -> None:
         ),
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="a recording of dataparallel monitor record"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="recordings of dataparallel monitor record, such as one of each machine of a job",
     )
     parser.add_argument(
         "picture", type=Path, metavar="PICTURE", help=f"what is written: {', '.join(SUFFIXES)}"
     )
-    parser.add_argument("--title", help="stands above it (default: the name of the recording)")
+    parser.add_argument("--title", help="stands above it (default: the model and the devices)")
+    parser.add_argument("--dark", action="store_true", help="draw on dark ground (default: off)")
 
 
 def _seconds(text: str) -> float:

@@ -1,19 +1,21 @@
 """The colors of phases and devices in pictures, in the terminal and on the page.
 
-Those on white are Paul Tol's "muted" scheme, which people with any kind of color blindness can tell
-apart: https://sronpersonalpages.nl/~pault/. Dark ones of them would be lost on a dark ground: there
-they have the same hue and more light.
+Each phase has the same hue on light and on dark ground. The colors were searched for: any two are
+far apart for people with full color vision and for those who lack one of the three kinds of cones
+(`tests/monitor/test_palette.py` measures it), so they differ in lightness too, not in hue alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dataparallel.threads.timeline import Phase
 
 
 class PhaseStyle(NamedTuple):
-    """How one phase looks in the terminal and on the page.
+    """How one phase looks.
 
     Attributes:
         letter: Stands for it where there are no colors.
@@ -26,42 +28,73 @@ class PhaseStyle(NamedTuple):
     ink: str
 
 
-#: Per phase its color on white; those that follow each other in a step are far from each other.
-PHASE_COLORS: dict[Phase, str] = {
-    "input": "#ddcc77",
-    "scatter": "#88ccee",
-    "forward": "#332288",
-    "gather": "#44aa99",
-    "loss": "#999933",
-    "backward": "#cc6677",
-    "reduce local": "#aa4499",
-    "reduce across processes": "#882255",
-    "optimizer": "#117733",
-    "idle": "#dddddd",
-}
+@dataclass(frozen=True)
+class Theme:
+    """The colors on one ground.
 
-#: For lines: one per device or replica, in this order.
-LINE_COLORS: tuple[str, ...] = (
-    "#332288",
-    "#cc6677",
-    "#117733",
-    "#88ccee",
-    "#882255",
-    "#999933",
-    "#44aa99",
-    "#aa4499",
+    Attributes:
+        ground: Color of what is drawn on.
+        ink: Of writing.
+        soft: Of writing that is less important, and of axes.
+        line: Of the one line in a chart.
+        warning: Of what is slowed down.
+        phases: In the order in which they are shown.
+    """
+
+    ground: str
+    ink: str
+    soft: str
+    line: str
+    warning: str
+    phases: Mapping[Phase, PhaseStyle]
+
+
+_BLACK, _WHITE = "#0d1117", "#ffffff"
+
+LIGHT = Theme(
+    ground="#ffffff",
+    ink="#17202b",
+    soft="#556372",
+    line="#0b6fc2",
+    warning="#c2410c",
+    phases={
+        "input": PhaseStyle("I", "#fed740", _BLACK),
+        "scatter": PhaseStyle("S", "#a19fff", _BLACK),
+        "forward": PhaseStyle("F", "#323eee", _WHITE),
+        "gather": PhaseStyle("G", "#46af89", _BLACK),
+        "loss": PhaseStyle("L", "#8c9b0f", _BLACK),
+        "backward": PhaseStyle("B", "#ad2704", _WHITE),
+        "reduce local": PhaseStyle("R", "#9e799d", _BLACK),
+        "reduce across processes": PhaseStyle("X", "#4d1770", _WHITE),
+        "optimizer": PhaseStyle("O", "#087a58", _WHITE),
+        "idle": PhaseStyle(".", "#dfe3e8", _BLACK),
+    },
+)
+DARK = Theme(
+    ground="#18202a",
+    ink="#e8edf3",
+    soft="#9aa7b6",
+    line="#4fb6ff",
+    warning="#ffb454",
+    phases={
+        "input": PhaseStyle("I", "#fff34a", _BLACK),
+        "scatter": PhaseStyle("S", "#63f5f7", _BLACK),
+        "forward": PhaseStyle("F", "#2669fc", _WHITE),
+        "gather": PhaseStyle("G", "#b3e2a0", _BLACK),
+        "loss": PhaseStyle("L", "#bdb501", _BLACK),
+        "backward": PhaseStyle("B", "#c67a60", _BLACK),
+        "reduce local": PhaseStyle("R", "#b4a6fc", _BLACK),
+        "reduce across processes": PhaseStyle("X", "#b12d8f", _WHITE),
+        "optimizer": PhaseStyle("O", "#0c7310", _WHITE),
+        "idle": PhaseStyle(".", "#3a424e", _WHITE),
+    },
 )
 
-#: On a dark ground, in the order in which phases are shown.
-PHASE_STYLES: dict[Phase, PhaseStyle] = {
-    "input": PhaseStyle("I", "#ddcc77", "#101418"),
-    "scatter": PhaseStyle("S", "#88ccee", "#101418"),
-    "forward": PhaseStyle("F", "#462fbc", "#ffffff"),
-    "gather": PhaseStyle("G", "#44aa99", "#101418"),
-    "loss": PhaseStyle("L", "#b0b03b", "#101418"),
-    "backward": PhaseStyle("B", "#cc6677", "#101418"),
-    "reduce local": PhaseStyle("R", "#aa4499", "#ffffff"),
-    "reduce across processes": PhaseStyle("X", "#bc2f75", "#ffffff"),
-    "optimizer": PhaseStyle("O", "#1dcd58", "#101418"),
-    "idle": PhaseStyle(".", "#3a414c", "#aab2be"),
-}
+#: Those of the terminal, whose ground is mostly dark.
+PHASE_STYLES = DARK.phases
+
+#: For lines in one chart, on white.
+LINE_COLORS = (
+    *("#0b6fc2", "#c2410c", "#087a58", "#8a5cf0"),
+    *("#8c7a00", "#4d1770", "#d6336c", "#5c6773"),
+)

@@ -1,26 +1,31 @@
-"""What `monitor plot` does: draw a recording as devices and phases over time, and its last step."""
+"""What `monitor plot` does: draw recordings as devices and phases over time, and the last step."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dataparallel.monitor.findings import RunTotals, add_up, imbalance
-from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.findings import RunTotals, add_up
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.record import StepRecord
-from dataparallel.threads.timeline import PHASES
+from dataparallel.monitor.run import RunInfo
+from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.command import SUFFIXES
-from dataparallel.tools.monitor.palette import LINE_COLORS, PHASE_COLORS
+from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
 from dataparallel.tools.monitor.recording import longest_step, read_recording, times_of
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,
@@ -29,26 +34,59 @@ from dataparallel.tools.monitor.run_period import (
     part_between,
 )
 
-#: More replicas would be too thin.
-MAX_REPLICAS = 16
+#: More devices or replicas would be too thin.
+MAX_STRIPS = 16
 #: More points than that are not to be told apart in a picture.
 MAX_POINTS = 800
 MAX_INTERVALS = 300
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-#: What is drawn of each device: title, metric, and how many base units are one of the title's.
-_DEVICE_ROWS = (
-    ("Utilization (%)", "utilization", 0.01),
-    ("Memory in use (GiB)", "memory_used", 2.0**30),
-    ("Power (W)", "power", 1.0),
+#: In inches: the width of the picture, and what stands left and right of the charts.
+_WIDTH, _LEFT, _RIGHT, _BOTTOM = 12.0, 2.3, 1.7, 0.6
+
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """What is drawn of each device: how many base units are one of ``unit``."""
+
+    title: str
+    name: str
+    unit: str
+    base: float
+    #: The metric that tells how much there can be.
+    limit: str | None
+
+
+_METRICS = (
+    _Metric("Utilization", "utilization", "%", 0.01, None),
+    _Metric("Memory in use", "memory_used", "GiB", 2.0**30, "memory_total"),
+    _Metric("Power", "power", "W", 1.0, "power_limit"),
 )
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A part of the picture: its height in inches, and what draws it."""
+    """A part of the picture: its height and the room above it in inches, and what draws it."""
 
     height: float
+    above: float
     draw: Callable[[Axes], None]
+    is_timed: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class _Track:
+    """A recording on the time axis of the picture."""
+
+    samples: Sequence[Sample]
+    #: When each sample was taken, in the unit of the axis.
+    axis: Sequence[float]
+    #: Where nothing is known of the time before a sample.
+    gaps: frozenset[int]
+    #: Stands before the names of devices; empty for the only recording.
+    prefix: str
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,150 +94,318 @@ def run(arguments: argparse.Namespace) -> int:
     target: Path = arguments.picture
     if target.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{target}: a picture ends in one of {', '.join(SUFFIXES)}")
-    recording = read_recording(arguments.file)
-    for problem in recording.problems:
-        print(f"dataparallel: {problem}", file=sys.stderr)
-    figure = draw(recording.samples, arguments.title or arguments.file.name)
+    recordings = {}
+    for file in arguments.files:
+        recording = read_recording(file)
+        recordings[str(file) if file.stem in recordings else file.stem] = recording.samples
+        for problem in recording.problems:
+            print(f"dataparallel: {problem}", file=sys.stderr)
+    figure = draw(recordings, arguments.title, DARK if arguments.dark else LIGHT)
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:
         raise ValueError(f"{target} cannot be written: {error.strerror or error}") from error
-    print(f"{target}: {len(recording.samples)} samples")
+    print(f"{target}: {sum(map(len, recordings.values()))} samples")
     return 0
 
 
-def draw(samples: Sequence[Sample], title: str) -> Figure:
-    """Draw a recording.
+def draw(
+    recordings: Mapping[str, Sequence[Sample]], title: str | None = None, theme: Theme = LIGHT
+) -> Figure:
+    """Draw recordings that were made at the same time, such as one per machine of a job.
 
     Args:
-        samples: The oldest first.
-        title: Stands above it.
+        recordings: By a short name, the samples of each, the oldest first.
+        title: Stands above it. Default: the model and the devices.
+        theme: Its colors. Default: those on white.
 
     Raises:
         ValueError: There is nothing to draw.
     """
-    times = times_of(samples)
-    length = times[-1] if times else 0.0
-    factor, unit = next((f, u) for f, u in _UNITS if length >= 2 * f or f == 1.0)
-    axis = [time / factor for time in times]
-    last, periods = None, _longest_run(samples)
-    if periods:
-        last = next((state.last for state in reversed(periods[-1].states) if state.last), None)
-    rows = [*_device_rows(samples, axis), *_phase_rows(periods, axis)]
+    tracks, unit = _tracks(recordings)
+    ranks = _ranks(tracks)
+    rows = [*_device_rows(tracks, theme), *_phase_rows(ranks, theme)]
     timed = len(rows)
-    if last is not None:
-        rows.append(_Row(0.9 + 0.3 * len(last.replicas), lambda axes: draw_step(axes, last)))
+    lasts = [(one.name, last) for one in ranks if (last := one.last) is not None]
+    if lasts:
+        strips = sum(len(record.replicas) for _, record in lasts)
+        rows.append(
+            _Row(0.3 * strips + 0.1, 1.25, lambda axes: draw_step(axes, lasts, theme), False)
+        )
     if not rows:
         raise ValueError("the recording holds neither readings of devices nor a run")
-    heights = [row.height for row in rows]
-    figure = Figure(figsize=(12, sum(heights) + 1.0), layout="constrained")
-    figure.suptitle(title, fontweight="bold")
-    grid = figure.subplots(len(rows), squeeze=False, height_ratios=heights).flatten()
-    for axes, row in zip(grid, rows, strict=True):
-        row.draw(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-    margin = axis[-1] * 0.005 or 0.5
-    for axes in grid[:timed]:
-        axes.set_xlim(-margin, axis[-1] + margin)
-        axes.tick_params(labelbottom=axes is grid[timed - 1])
-    if timed:
-        grid[timed - 1].set_xlabel(f"{unit} since the recording began")
+    height = sum(row.height + row.above for row in rows) + 0.5 + _BOTTOM
+    with matplotlib.rc_context(_style(theme)):
+        figure = Figure(figsize=(_WIDTH, height))
+        told, more = _titles(tracks, ranks)
+        left = _LEFT / _WIDTH
+        figure.text(left, 1 - 0.32 / height, title or told, fontsize=14, fontweight="bold")
+        figure.text(left, 1 - 0.58 / height, more, color=theme.soft)
+        top, grid = height - 0.5, []
+        for row in rows:
+            top -= row.above + row.height
+            width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
+            axes = figure.add_axes((left, top / height, width, row.height / height))
+            row.draw(axes)
+            grid.append(axes)
+        ends = [track.axis[-1] for track in tracks if track.samples]
+        for axes in grid[:timed]:
+            axes.set_xlim(0, max(ends) or 1)
+            axes.tick_params(bottom=False, labelbottom=False)
+        if timed:
+            grid[timed - 1].tick_params(bottom=True, labelbottom=True)
+            grid[timed - 1].set_xlabel(f"{unit} since the recording began")
     return figure
+
+
+def _style(theme: Theme) -> dict[Any, Any]:
+    return {
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), theme.ground),
+        **dict.fromkeys(("text.color", "axes.titlecolor"), theme.ink),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), theme.soft),
+        **{"axes.labelcolor": theme.soft, "grid.color": theme.soft, "grid.alpha": 0.25},
+        **{"axes.spines.top": False, "axes.spines.right": False, "font.size": 9.0},
+        **{"axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    }
+
+
+def _tracks(recordings: Mapping[str, Sequence[Sample]]) -> tuple[list[_Track], str]:
+    """The recordings on one axis, and its unit."""
+    begin = min((samples[0].time for samples in recordings.values() if samples), default=0.0)
+    times = {
+        name: [samples[0].time - begin + each for each in times_of(samples)] if samples else []
+        for name, samples in recordings.items()
+    }
+    length = max((each[-1] for each in times.values() if each), default=0.0)
+    factor, unit = next((f, u) for f, u in _UNITS if length >= 2 * f or f == 1.0)
+    tracks = []
+    for name, samples in recordings.items():
+        limit = longest_step(times[name])
+        gaps = {
+            i + 1
+            for i, (a, b) in enumerate(itertools.pairwise(samples))
+            # Where elapsed begins anew a recording was continued.
+            if b.elapsed < a.elapsed or times[name][i + 1] - times[name][i] > limit
+        }
+        axis = [each / factor for each in times[name]]
+        prefix = f"{name} " if len(recordings) > 1 else ""
+        tracks.append(_Track(samples, axis, frozenset(gaps), prefix))
+    return tracks, unit
+
+
+def _titles(tracks: Sequence[_Track], ranks: Sequence[_Rank]) -> tuple[str, str]:
+    """What was recorded: the model on which devices; and how, when and how fast."""
+    used = {(one.track.prefix, name) for one in ranks for name in one.info.devices}
+    readings = {
+        (track.prefix, reading.device): reading.name
+        for track in tracks
+        for sample in track.samples
+        for reading in sample.devices
+    }
+    names = [readings.get(one, one[1].partition(":")[0]) for one in sorted(used or readings)]
+    told = [f"{n} {_TIMES} {name}" if n > 1 else name for name, n in Counter(names).items()]
+    where = ", ".join(told) or "Devices"
+    first = min(track.samples[0].time for track in tracks if track.samples)
+    last = max(track.samples[-1].time for track in tracks if track.samples)
+    same_day = time.localtime(first)[:3] == time.localtime(last)[:3]
+    until = time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M", time.localtime(last))
+    facts = [f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(first))} to {until}"]
+    if not ranks:
+        return where, facts[0]
+    info = ranks[0].info
+    if len(ranks) > 1:
+        where += f", {len(ranks)} ranks"
+    facts.insert(0, info.wrapper)
+    facts.append(f"{max(one.num_steps for one in ranks):,} steps")
+    speed = sum(one.samples_per_second for one in ranks)
+    if speed:
+        facts.append(f"{speed:,.0f} samples/s")
+    return f"{info.model} on {where}", "  ·  ".join(facts)
 
 
 # --- devices -------------------------------------------------------------------------------------
 
 
-def _device_rows(samples: Sequence[Sample], axis: Sequence[float]) -> Iterator[_Row]:
-    names = list(dict.fromkeys(device.device for one in samples for device in one.devices))
-    colors = dict(zip(names, cycle(LINE_COLORS), strict=False))
+def _device_rows(tracks: Sequence[_Track], theme: Theme) -> Iterator[_Row]:
+    """Per metric a strip for each device, so that equal ones do not hide each other."""
+    readings = {
+        (track.prefix + name, track): [
+            next((one for one in sample.devices if one.device == name), None)
+            for sample in track.samples
+        ]
+        for track in tracks
+        for name in dict.fromkeys(one.device for s in track.samples for one in s.devices)
+    }
     is_first = True
-    for title, metric, unit in _DEVICE_ROWS:
-        columns = {name: _column(samples, name, metric, unit) for name in names}
-        known = {name: one for name, one in columns.items() if any(v is not None for v in one)}
-        if not known:
+    for metric in _METRICS:
+        columns = {key: [_value(one, metric) for one in each] for key, each in readings.items()}
+        known = {key: one for key, one in columns.items() if any(v is not None for v in one)}
+        shown = list(known.items())[:MAX_STRIPS]
+        if not shown:
             continue
-
-        def paint(
-            axes: Axes,
-            title: str = title,
-            columns: dict[str, list[float | None]] = known,
-            has_legend: bool = is_first,
-        ) -> None:
-            for name, values in columns.items():
-                x, y = curve(axis, values)
-                # Eight colors: what follows them is dashed.
-                style = "--" if names.index(name) >= len(LINE_COLORS) else "-"
-                marker = "." if len(x) < 60 else ""
-                axes.plot(x, y, style, color=colors[name], linewidth=1.2, marker=marker, label=name)
-                slow = _while_slowed(samples, name, values)
-                if title.startswith("Utilization") and any(v is not None for v in slow):
-                    axes.plot(*curve(axis, slow), color=colors[name], linewidth=5, alpha=0.4)
-                    title += "; thick while slowed down" if "thick" not in title else ""
-            axes.set_title(title, loc="left")
-            axes.set_ylim(bottom=0.0)
-            axes.grid(alpha=0.3)
-            if has_legend:
-                axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
+        top = _top(metric, [readings[key] for key, _ in shown], [values for _, values in shown])
+        reasons = {
+            reason: None
+            for key, _ in shown
+            for one in readings[key]
+            if one is not None and is_first
+            for reason in one.throttle
+        }
         is_first = False
-        yield _Row(1.9, paint)
+        for i, ((name, track), values) in enumerate(shown):
+            slow = [bool(one and one.throttle and reasons) for one in readings[name, track]]
+            draw_strip = partial(_draw_strip, theme, name, metric.unit, track, values, slow, top)
+            if i:
+                yield _Row(0.3, 0.07, draw_strip)
+                continue
+            title = f"{metric.title}, each from 0 to {top:.0f} {metric.unit}"
+            title += f" (the first {len(shown)} of {len(known)})" if len(shown) < len(known) else ""
+            told = f"shaded: slowed down ({', '.join(reasons)})" if reasons else ""
+            yield _Row(0.3, 0.5, partial(_titled, draw_strip, title, told, theme))
 
 
-def _column(samples: Sequence[Sample], name: str, metric: str, unit: float) -> list[float | None]:
-    found: list[float | None] = []
-    for sample in samples:
-        reading = next((one for one in sample.devices if one.device == name), None)
-        value = None if reading is None or reading.error is not None else reading.value(metric)
-        found.append(None if value is None else value / unit)
-    return found
+def _titled(draw: Callable[[Axes], None], title: str, more: str, theme: Theme, axes: Axes) -> None:
+    draw(axes)
+    axes.set_title(title)
+    axes.set_title(more, loc="right", color=theme.warning, fontweight="normal", fontsize=9)
 
 
-def _while_slowed(
-    samples: Sequence[Sample], name: str, values: Sequence[float | None]
-) -> list[float | None]:
-    slowed = [{one.device for one in sample.devices if one.throttle} for sample in samples]
-    return [value if name in some else None for value, some in zip(values, slowed, strict=True)]
+def _draw_strip(
+    theme: Theme,
+    name: str,
+    unit: str,
+    track: _Track,
+    values: Sequence[float | None],
+    slow: Sequence[bool],
+    top: float,
+    axes: Axes,
+) -> None:
+    x, y = curve(track.axis, values, track.gaps)
+    axes.fill_between(x, 0, y, color=theme.line, alpha=0.3, linewidth=0)
+    axes.plot(x, y, color=theme.line, linewidth=1.2)
+    for i, (begin, end) in enumerate(itertools.pairwise(track.axis)):
+        if slow[i] and i + 1 not in track.gaps:
+            axes.axvspan(begin, end, color=theme.warning, alpha=0.35, linewidth=0)
+    axes.set_ylim(0, top)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    _name(axes, name)
+    known = [value for value in values if value is not None]
+    told = f"mean {_number(sum(known) / len(known))}, most {_number(max(known))} {unit}"
+    axes.text(1.01, 0.5, told, transform=axes.transAxes, va="center", fontsize=8.5)
 
 
-def curve(axis: Sequence[float], values: Sequence[float | None]) -> tuple[list[float], list[float]]:
+def _name(axes: Axes, name: str) -> None:
+    """What a strip is about, left of it."""
+    axes.text(-0.01, 0.5, name, transform=axes.transAxes, ha="right", va="center")
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
+
+
+def _value(reading: DeviceReading | None, metric: _Metric) -> float | None:
+    value = None if reading is None or reading.error is not None else reading.value(metric.name)
+    return None if value is None else value / metric.base
+
+
+def _top(
+    metric: _Metric,
+    readings: Sequence[Sequence[DeviceReading | None]],
+    values: Sequence[Sequence[float | None]],
+) -> float:
+    """The upper end of all strips: what there can be, or what there was."""
+    if metric.limit is None:
+        return 100.0
+    limits = [one.value(metric.limit) or 0.0 for each in readings for one in each if one]
+    highest = max(value or 0.0 for each in values for value in each)
+    return max(highest, max(limits, default=0.0) / metric.base) or 1.0
+
+
+def curve(
+    axis: Sequence[float], values: Sequence[float | None], gaps: frozenset[int] = frozenset()
+) -> tuple[list[float], list[float]]:
     """A line of at most so many means, with NaN where nothing is known, and in each gap."""
-    limit, size = longest_step(axis), max(1, -(-len(axis) // MAX_POINTS))
+    size = max(1, -(-len(axis) // MAX_POINTS))
+    edges = sorted({*range(0, len(axis), size), *gaps})
     x, y = [], []
-    for i in range(0, len(axis), size):
-        if i and axis[i] - axis[i - 1] > limit:
+    for i, end in itertools.pairwise([*edges, len(axis)]):
+        if i in gaps:
             x.append((axis[i] + axis[i - 1]) / 2)
             y.append(math.nan)
-        known = [value for value in values[i : i + size] if value is not None]
+        known = [value for value in values[i:end] if value is not None]
         x.append(axis[i])
         y.append(sum(known) / len(known) if known else math.nan)
     return x, y
 
 
-# --- the run -------------------------------------------------------------------------------------
+# --- the job -------------------------------------------------------------------------------------
 
 
-def _longest_run(samples: Sequence[Sample]) -> list[RunPeriod]:
-    groups = group_periods(find_periods(samples))
-    return max(groups, key=lambda group: sum(one.states[-1].num_steps for one in group), default=[])
+@dataclass(frozen=True)
+class _Rank:
+    """A rank of the job that is drawn: all that was recorded of it."""
+
+    track: _Track
+    periods: Sequence[RunPeriod]
+    #: Stands before the names of replicas; empty for the only rank.
+    name: str
+
+    @property
+    def info(self) -> RunInfo:
+        return self.periods[-1].info
+
+    @property
+    def last(self) -> StepRecord | None:
+        return next((state.last for state in reversed(self.periods[-1].states) if state.last), None)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(one.states[-1].num_steps for one in self.periods)
+
+    @property
+    def samples_per_second(self) -> float:
+        states = self.periods[-1].states
+        seconds = states[-1].time - states[0].time
+        return (states[-1].num_samples - states[0].num_samples) / seconds if seconds else 0.0
+
+
+def _ranks(tracks: Sequence[_Track]) -> list[_Rank]:
+    """The ranks of the job that has done the most steps."""
+    groups = [
+        (track, group) for track in tracks for group in group_periods(find_periods(track.samples))
+    ]
+    if not groups:
+        return []
+    longest = max(groups, key=lambda one: sum(each.states[-1].num_steps for each in one[1]))
+    # A job that was started again has another name, but the same ranks.
+    jobs = {period.states[-1].job for period in longest[1]}
+    chosen = [one for one in groups if any(period.states[-1].job in jobs for period in one[1])]
+    chosen.sort(key=lambda one: one[1][-1].states[-1].rank)
+    several = len(chosen) > 1
+    return [
+        _Rank(track, group, f"rank {group[-1].states[-1].rank}, " if several else "")
+        for track, group in chosen
+    ]
 
 
 def intervals(
-    periods: Sequence[RunPeriod], axis: Sequence[float]
+    periods: Sequence[RunPeriod], axis: Sequence[float], gaps: frozenset[int] = frozenset()
 ) -> list[tuple[float, float, RunTotals | None]]:
     """What the replicas did over time: begin, end and totals; None in a gap between two others.
 
     Args:
         periods: Of one run, or of what it was started again as.
         axis: When each sample was taken.
+        gaps: The samples before which nothing is known. Default: none.
     """
-    width, limit = axis[-1] / MAX_INTERVALS, longest_step(axis)
+    width = axis[-1] / MAX_INTERVALS
     found: list[tuple[float, float, RunTotals | None]] = []
     for period in periods:
         times = [axis[place] for place in period.places]
         first = 0
         for i in range(1, len(times)):
-            if times[i] - times[i - 1] > limit:
+            if gaps.intersection(range(period.places[i - 1] + 1, period.places[i] + 1)):
                 first = i
                 continue
             before, now = period.states[first], period.states[i]
@@ -213,49 +419,91 @@ def intervals(
     return found
 
 
-def _phase_rows(periods: Sequence[RunPeriod], axis: Sequence[float]) -> Iterator[_Row]:
-    parts = intervals(periods, axis) if periods else []
-    if not parts:
-        return
+def _phase_rows(ranks: Sequence[_Rank], theme: Theme) -> Iterator[_Row]:
+    each = [intervals(one.periods, one.track.axis, one.track.gaps) for one in ranks]
+    strips = [
+        (f"{rank.name}replica {i}, {device}", parts, i)
+        for rank, parts in zip(ranks, each, strict=True)
+        for i, device in enumerate(rank.info.devices)
+        if parts
+    ]
+    shown = strips[:MAX_STRIPS]
+    occurring = {
+        phase
+        for _, parts, i in strips
+        for *_, one in parts
+        if one
+        for phase in one.replicas[i].shares
+    }
+    for i, strip in enumerate(shown):
+        draw_strip = partial(_draw_shares, theme, *strip)
+        if i:
+            yield _Row(0.42, 0.09, draw_strip)
+            continue
+        rest = f" (the first {len(shown)} of {len(strips)})" if len(shown) < len(strips) else ""
+        title = f"Share of the time in each phase{rest}"
+
+        def draw_first(
+            axes: Axes, draw: Callable[[Axes], None] = draw_strip, title: str = title
+        ) -> None:
+            draw(axes)
+            axes.set_title(title, pad=24)
+            _legend(axes, occurring, theme)
+
+        yield _Row(0.42, 0.8, draw_first)
+    if len(strips) > 1:
+        yield _Row(0.8, 0.5, partial(_draw_imbalance, theme, [parts for parts in each if parts]))
+
+
+def _draw_shares(
+    theme: Theme,
+    name: str,
+    parts: Sequence[tuple[float, float, RunTotals | None]],
+    replica: int,
+    axes: Axes,
+) -> None:
     edges = [parts[0][0], *(end for _, end, _ in parts)]
-    devices = periods[-1].info.devices
-    shown = devices[:MAX_REPLICAS]
-
-    def paint_shares(replica: int, axes: Axes) -> None:
-        rows = []
-        for phase in PHASES:
-            shares = [
-                0.0 if one is None else one.replicas[replica].shares.get(phase, 0.0)
-                for *_, one in parts
-            ]
-            # Each share holds from its edge to the next one.
-            rows.append([*shares, shares[-1]])
-        colors = [PHASE_COLORS[phase] for phase in PHASES]
-        axes.stackplot(edges, *rows, colors=colors, step="post", linewidth=0)
-        axes.set_ylim(0, 1)
-        axes.set_yticks([])
-        name = f"replica {replica}\n{devices[replica]}"
-        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize="small")
-        if replica == 0:
-            rest = f" (the first {len(shown)} of {len(devices)})" if shown != devices else ""
-            axes.set_title(f"Share of the time in each phase{rest}", loc="left")
-
-    def paint_imbalance(axes: Axes) -> None:
-        values = [None if one is None else imbalance(one) for *_, one in parts]
-        heights = [math.nan if value is None else value for value in values]
-        axes.step(edges, [*heights, heights[-1]], where="post", color=LINE_COLORS[0])
-        axes.axhline(1.0, color="#777777", linestyle="--", linewidth=1)
-        axes.set_title("Imbalance: computing time of the slowest replica over the mean", loc="left")
-        axes.grid(alpha=0.3)
-
-    for i in range(len(shown)):
-        yield _Row(0.75 if len(shown) <= 8 else 0.5, partial(paint_shares, i))
-    if len(devices) > 1:
-        yield _Row(1.5, paint_imbalance)
+    rows = []
+    for phase in PHASES:
+        shares = [
+            0.0 if one is None else one.replicas[replica].shares.get(phase, 0.0)
+            for *_, one in parts
+        ]
+        # Each share holds from its edge to the next one.
+        rows.append([*shares, shares[-1]])
+    colors = [theme.phases[phase].color for phase in PHASES]
+    axes.stackplot(edges, *rows, colors=colors, step="post", linewidth=0)
+    axes.set_ylim(0, 1)
+    axes.yaxis.tick_right()
+    axes.set_yticks([0, 1], ["0", "100 %"], fontsize=7.5)
+    axes.tick_params(right=False)
+    axes.spines["left"].set_visible(False)
+    _name(axes, name)
 
 
-def draw_step(axes: Axes, record: StepRecord) -> None:
-    """Draw a step: one row per replica, one bar per segment, and the names of the phases below.
+def _draw_imbalance(
+    theme: Theme, ranks: Sequence[Sequence[tuple[float, float, RunTotals | None]]], axes: Axes
+) -> None:
+    edges = sorted({edge for parts in ranks for begin, end, _ in parts for edge in (begin, end)})
+    values = []
+    for edge in edges[:-1]:
+        # At each moment, what every rank does then.
+        found = [
+            next((one for begin, end, one in parts if begin <= edge < end), None) for parts in ranks
+        ]
+        computes = [value for one in found if one for value in one.computes if value > 0]
+        is_known = None not in found and len(computes) > 1
+        values.append(max(computes) * len(computes) / sum(computes) if is_known else math.nan)
+    axes.step(edges, [*values, values[-1]], where="post", color=theme.line, linewidth=1.4)
+    axes.axhline(1.0, color=theme.soft, linestyle="--", linewidth=1)
+    axes.set_title("Imbalance: computing time of the slowest replica over the mean; 1 is even")
+    axes.grid(axis="y")
+
+
+def draw_step(
+    axes: Axes, step: StepRecord | Sequence[tuple[str, StepRecord]], theme: Theme = LIGHT
+) -> None:
+    """Draw a step: one row per replica, one bar per segment, and the phases above.
 
     Example::
 
@@ -264,31 +512,56 @@ def draw_step(axes: Axes, record: StepRecord) -> None:
 
     Args:
         axes: Where.
-        record: The step.
+        step: The step; or that of each rank, with what stands before the names of its replicas.
+        theme: The colors. Default: those on white.
     """
-    longest = max((r.segments[-1].end for r in record.replicas if r.segments), default=0.0)
+    ranks = [("", step)] if isinstance(step, StepRecord) else list(step)
+    rows = [(prefix, replica) for prefix, record in ranks for replica in record.replicas]
+    ends = [replica.segments[-1].end for _, replica in rows if replica.segments]
+    longest = max(ends, default=0.0)
     factor, unit = (1.0, "seconds") if longest >= 1 else (1e3, "milliseconds")
-    for row, replica in enumerate(record.replicas):
+    occurring = set()
+    for row, (_, replica) in enumerate(rows):
         for one in replica.segments:
+            occurring.add(one.phase)
             # Idle time is thinner: the row's eye-catchers are the phases.
             height = 0.25 if one.phase == "idle" else 0.7
             bar = (one.begin * factor, (one.end - one.begin) * factor)
-            color = PHASE_COLORS[one.phase]
+            color = theme.phases[one.phase].color
             axes.broken_barh([bar], (row - height / 2, height), color=color, linewidth=0)
-    names = [f"replica {one.index} ({one.device})" for one in record.replicas]
-    axes.set_yticks(range(len(names)), names, fontsize="medium" if len(names) <= 8 else "x-small")
+    names = [f"{prefix}replica {one.index}, {one.device}" for prefix, one in rows]
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", left=False, labelcolor=theme.ink)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, longest * factor or 1)
     axes.set_xlabel(f"{unit} since the step began")
-    kind = "Training" if record.kind == "train" else "Inference"
-    axes.set_title(f"{kind} step {record.number}: {record.samples} samples", loc="left")
-    axes.grid(axis="x", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    last = ranks[0][1]
+    kind = "training" if last.kind == "train" else "inference"
+    samples = sum(record.samples for _, record in ranks)
+    axes.set_title(
+        f"The last {kind} step, {last.number:,}: {samples:,} samples", loc="left", pad=24
+    )
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _legend(axes, occurring, theme)
+
+
+def _legend(axes: Axes, phases: set[Phase], theme: Theme) -> None:
+    """The phases that occur, between a title and the axes."""
+    handles = [
+        Patch(color=theme.phases[phase].color, label=phase) for phase in PHASES if phase in phases
+    ]
     axes.legend(
-        handles=[Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASES],
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.3,
+        ncols=len(handles) or 1,
         frameon=False,
+        fontsize=8.5,
         handlelength=1,
-        fontsize="small",
+        handletextpad=0.4,
+        columnspacing=1.2,
+        borderpad=0,
     )

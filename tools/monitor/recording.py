@@ -32,7 +32,7 @@ VERSION = 2
 #: A first line that is longer is no header.
 _LONGEST_HEADER = 1 << 16
 #: A pause that is so many times the usual interval is a gap: nothing is known of the time within.
-_GAP = 5.0
+_GAP = 3.0
 
 
 @dataclass(frozen=True)
