@@ -74,6 +74,8 @@ class NvmlSource:
         clock: Tells seconds, for rates. Default: ``time.monotonic``.
         sees_host: Whether the numbers of processes mean the same here as on the host. Default:
             found out.
+        names: Tells, by identity without its prefix, how the devices are called where that is
+            certain; nothing where it is not, and the variables decide. Default: nothing.
     """
 
     name = "nvml"
@@ -84,11 +86,13 @@ class NvmlSource:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
         sees_host: bool | None = None,
+        names: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._environment = environment
         self._clock = clock
         self._sees_host = sees_host_processes() if sees_host is None else sees_host
         self._host = HostProcesses()
+        self._certain = names
         self._query = Query()
         self._xid = XidEvents(self._query)
         self._slots: list[Slot] = []
@@ -233,6 +237,7 @@ class NvmlSource:
                 {} if error else {**values, **self._xid.values(slot.key)},
                 throttle,
                 error=error,
+                index=str(slot.index),
             ),
             listed,
             [] if error else self._notes(slot, device, values),
@@ -240,7 +245,10 @@ class NvmlSource:
         for place, (uuid, part) in enumerate(slot.instances.items()):
             name = names.by_key.get(uuid, f"nvml:{slot.index}:{place}")
             values = part.values()
-            reading = DeviceReading(name, part.name, self.name, uuid, values, parent=device)
+            index = f"{slot.index}:{place}"
+            reading = DeviceReading(
+                name, part.name, self.name, uuid, values, parent=device, index=index
+            )
             yield reading, self._processes(part.processes, name, values.get("memory_total")), []
 
     def _processes(
@@ -258,15 +266,17 @@ class NvmlSource:
         ]
 
     def _names(self) -> Names:
-        if not self._run:
+        names = self._run or self._certain()
+        if not names:
             return visible_devices(self._environment, [slot.identity for slot in self._slots])
         keys = [key for slot in self._slots for key in (slot.key, *slot.instances)]
-        return Names({key: self._run[bare(key)] for key in keys if bare(key) in self._run})
+        return Names({key: names[bare(key)] for key in keys if bare(key) in names})
 
     # --- what cannot be read ---------------------------------------------------------------------
 
     def _lost(self, slot: Slot, device: str) -> DeviceReading:
-        return DeviceReading(device, slot.name, self.name, slot.uuid, error=slot.error)
+        name, index = slot.name, str(slot.index)
+        return DeviceReading(device, name, self.name, slot.uuid, error=slot.error, index=index)
 
     def _nothing(self, error: NvmlUnavailable) -> SourceReading:
         """The devices that there were, each with the reason why it cannot be read."""

@@ -27,6 +27,8 @@ class DeviceReading:
         throttle: Why it is slowed down, in words; empty if it is not.
         parent: For a MIG instance, the device of which it is a part.
         error: Why nothing could be read; None if all is well.
+        index: Its number for ``nvidia-smi``, ``"0:1"`` for the second instance of device 0; None
+            where it has none.
     """
 
     device: str
@@ -37,6 +39,7 @@ class DeviceReading:
     throttle: tuple[str, ...] = ()
     parent: str | None = None
     error: str | None = None
+    index: str | None = None
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.values if name not in BY_NAME]

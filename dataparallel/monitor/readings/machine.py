@@ -1,0 +1,125 @@
+"""What the devices of this machine do now, for programs: one reading for all who ask.
+
+Note [One reading]
+~~~~~~~~~~~~~~~~~~
+All callers in a process share one session of NVML. Who asks within 0.1 seconds gets the same
+reading again: the driver's own counters are not newer. Rates need two readings, so the first call,
+and one after a long time without any, takes two and waits 0.1 seconds between them; else a rate
+would be told as of now that is the mean of the last hour.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+
+import torch
+
+from dataparallel.devices import accelerators
+from dataparallel.monitor.readings.cpu import CpuSource
+from dataparallel.monitor.readings.nvml import NvmlSource
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
+from dataparallel.monitor.readings.source import SourceReading
+from dataparallel.monitor.readings.visible_devices import named_by_run
+from dataparallel.monitor.run import device_uuid
+
+_log = logging.getLogger(__name__)
+
+#: Seconds after which rates since the last reading say nothing about now.
+_OLD = 60.0
+
+
+def devices() -> list[DeviceReading]:
+    """What every device does now: NVIDIA's, with their MIG instances, and the CPU.
+
+    Cheap when it is called often, see Note [One reading]; the first call takes 0.1 seconds. It
+    creates no context of CUDA, and never raises for what can happen to a machine: what is not
+    available is None, and a device that is lost says why in ``error``.
+
+    Example::
+
+        for device in dataparallel.monitor.devices():
+            print(device.device, device.value("utilization"), device.value("memory_used"))
+
+    Returns:
+        One reading per device, in NVIDIA's order and under torch's names: ``"cuda:0"`` for what
+        ``torch.device("cuda", 0)`` is in this process, ``"nvml:3"`` for what CUDA_VISIBLE_DEVICES
+        hides, and at the end ``"cpu"``. Values are in base units: ratios from 0 to 1, bytes, watts.
+
+    Raises:
+        ImportError: The extra ``monitor`` is not installed.
+    """
+    return list(_machine().read().devices)
+
+
+def processes() -> list[ProcessReading]:
+    """The processes on the devices of :func:`devices`: of NVIDIA's all, of the CPU this one.
+
+    Example::
+
+        for process in dataparallel.monitor.processes():
+            print(process.device, process.pid, process.user, process.command, process.memory)
+
+    Returns:
+        One reading per process and device. In a container that does not see the host's processes
+        they have no names.
+
+    Raises:
+        ImportError: The extra ``monitor`` is not installed.
+    """
+    return list(_machine().read().processes)
+
+
+class Machine:
+    """Reads all devices, not more often than they have something new to tell."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources = (NvmlSource(names=_names_of_torch), CpuSource(lambda: (os.getpid(),)))
+        self._reading = SourceReading()
+        self._at: float | None = None
+        self._told: set[str] = set()
+
+    def read(self) -> SourceReading:
+        """What all devices and processes do now, or did a moment ago."""
+        with self._lock:
+            age = _OLD if self._at is None else time.monotonic() - self._at
+            if age >= _OLD:
+                self._read()
+                time.sleep(SHORTEST_SPAN)
+            if age >= SHORTEST_SPAN:
+                self._read()
+            return self._reading
+
+    def _read(self) -> None:
+        readings = [source.read() for source in self._sources]
+        self._reading = SourceReading(
+            tuple(device for one in readings for device in one.devices),
+            tuple(process for one in readings for process in one.processes),
+        )
+        self._at = time.monotonic()
+        for note in {note for one in readings for note in one.notes} - self._told:
+            self._told.add(note)
+            _log.info("%s", note)
+
+
+@functools.cache
+def _machine() -> Machine:
+    return Machine()
+
+
+if hasattr(os, "register_at_fork"):
+    # Somebody may be reading while the process is forked: the child begins with its own lock.
+    os.register_at_fork(after_in_child=_machine.cache_clear)
+
+
+def _names_of_torch() -> dict[str, str]:
+    """By identity, how torch calls the devices in this process; nothing before it has used them."""
+    there = accelerators()
+    if not there or not getattr(torch.get_device_module(there[0]), "is_initialized", bool)():
+        return {}
+    return named_by_run([str(device) for device in there], [device_uuid(one) for one in there])

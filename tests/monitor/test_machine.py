@@ -1,0 +1,156 @@
+"""Devices and processes for programs, and statistics of them under tags."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dataparallel import monitor
+from dataparallel.monitor.readings import machine
+from tests.monitor.nvml_stub import EVERYTHING, Device, Stub
+from tests.monitor.nvml_stub import stub as stub
+
+GPM = {2: 50.0}
+
+
+@pytest.fixture
+def two(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
+    """Two devices, and no reading so far."""
+    stub.devices = [Device(index, EVERYTHING, gpm=GPM) for index in range(2)]
+    stub.devices[1].processes = [("Compute", os.getpid(), 1000, 30)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine._machine.cache_clear()
+    yield stub
+    machine._machine.cache_clear()
+
+
+@pytest.fixture
+def always(two: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """The same where each call reads anew."""
+    monkeypatch.setattr(machine, "SHORTEST_SPAN", 0.0)
+    return two
+
+
+def test_devices_and_processes_come_from_one_reading(two: Stub) -> None:
+    first = monitor.devices()
+    calls = two.calls
+    assert [one.device for one in first] == ["cuda:0", "cuda:1", "cpu"]
+    assert [one.index for one in first] == ["0", "1", None]
+    # What needs two readings is there at once.
+    assert [one.value("sm_active") for one in first] == [0.5, 0.5, None]
+    assert first[2].value("utilization") is not None
+    on_first, mine, on_cpu = [None, *monitor.processes()]
+    assert on_first is None and mine is not None and on_cpu is not None
+    assert (mine.device, mine.pid, mine.memory) == ("cuda:1", os.getpid(), 1000.0)
+    assert (on_cpu.device, on_cpu.pid) == ("cpu", os.getpid())
+    assert monitor.devices() == first
+    # All had the same session, and nothing was asked twice.
+    assert (two.opened, two.calls) == (1, calls)
+    assert not torch.cuda.is_initialized()
+
+
+def test_after_a_long_time_rates_are_those_of_now(always: Stub, monkeypatch: Any) -> None:
+    asked = []
+    for old in (60.0, 0.0):
+        monkeypatch.setattr(machine, "_OLD", old)
+        monitor.devices()
+        before = always.calls
+        monitor.devices()
+        asked.append(always.calls - before)
+    assert asked[1] == 2 * asked[0]
+
+
+@pytest.mark.parametrize(
+    ("variable", "initialized", "names"),
+    [
+        ("1", False, ["nvml:0", "cuda:0", "cpu"]),
+        # What torch itself tells, where CUDA counts in another order, is right.
+        (None, True, ["cuda:1", "cuda:0", "cpu"]),
+    ],
+)
+def test_devices_have_the_names_of_this_process(
+    always: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    initialized: bool,
+    names: list[str],
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    for index, device in enumerate(always.devices):
+        device.uuid = f"GPU-{index}aaa"
+    fake = SimpleNamespace(
+        is_initialized=lambda: initialized,
+        get_device_properties=lambda device: SimpleNamespace(uuid=f"{1 - device.index}aaa"),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    cuda = tuple(torch.device("cuda", index) for index in range(2))
+    monkeypatch.setattr(machine, "accelerators", lambda: cuda)
+    assert [one.device for one in monitor.devices()] == names
+
+
+# --- statistics ------------------------------------------------------------------------------
+
+
+def test_a_collector_tells_mean_least_most_and_what_has_grown(always: Stub) -> None:
+    first = always.devices[0]
+    collector = monitor.Collector(interval=3600, only=["cuda:0"])
+
+    def draw(power: int, energy: int) -> None:
+        first.answers |= {"PowerUsage": power * 1000, "TotalEnergyConsumption": energy * 1000}
+
+    draw(900, 50)
+    with collector.tag("train"):
+        draw(100, 80)
+        with collector.tag("step"):
+            draw(400, 90)
+    draw(900, 500)
+    with collector.tag("train"):
+        draw(100, 503)
+    train, step = collector.collect("train"), collector.collect("step")
+    assert {name.split("/")[1] for name in train} == {"cuda:0"}
+    power = [train[f"train/cuda:0/power_watts/{kind}"] for kind in ("mean", "min", "max")]
+    # Each end of a tag is a reading of all that are open.
+    assert power == [300.0, 100.0, 400.0]
+    assert train["train/cuda:0/energy_joules/increase"] == 43.0
+    assert step["step/cuda:0/energy_joules/increase"] == 10.0
+    assert train["train/cuda:0/memory_used_bytes/max"] == 20e9
+    assert collector.collect("train") == {}
+    with collector.tag("train"):
+        draw(200, 600)
+        assert collector.collect("train")["train/cuda:0/energy_joules/increase"] == 97.0
+        draw(200, 601)
+    assert collector.collect("train")["train/cuda:0/energy_joules/increase"] == 1.0
+    collector.close()
+    collector.close()
+
+
+def test_a_collector_reads_by_itself_within_a_tag(always: Stub) -> None:
+    before = threading.active_count()
+    with monitor.Collector(interval=0.001) as collector:
+        for _ in range(2):
+            with collector.tag("train"):
+                calls, deadline = always.calls, time.monotonic() + 60
+                while always.calls < calls + 300:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+            assert collector.collect("train")["train/cuda:1/power_watts/mean"] == 300.5
+            collector.close()
+    assert threading.active_count() == before
+
+
+def test_mistakes_with_a_collector_are_explained(two: Stub) -> None:
+    with pytest.raises(ValueError, match=r"there is no device '7'; there are: 0 \(cuda:0\), 1"):
+        monitor.Collector(only=[7])
+    with pytest.raises(ValueError, match="interval must be a number of seconds above 0, but got 0"):
+        monitor.Collector(interval=0)
+    collector = monitor.Collector()
+    with pytest.raises(ValueError, match="there is no tag 'x'; there are: none yet"):
+        collector.collect("x")
