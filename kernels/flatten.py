@@ -215,10 +215,12 @@ def _copy(
 ) -> bool:
     """Whether a kernel has copied them."""
     backend = backend_of(bucket.device)
+    if backend is None:
+        return False
     present = [tensor for tensor in tensors if tensor is not None]
     devices = [tensor.device for tensor in present]
     # Torch has the errors for what is written to a tensor of inference.
-    if backend is None or bucket.is_inference() or {*devices} - {bucket.device}:
+    if bucket.is_inference() or {*devices} - {bucket.device}:
         return False
     addresses = addresses_of([bucket, *present])
     if addresses is None:

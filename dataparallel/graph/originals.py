@@ -30,6 +30,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 import torch
@@ -56,9 +58,9 @@ class GradientHome:
     ) -> list[torch.Tensor | None]:
         """Set the gradient of each parameter; returns what they were."""
         before = self.read(parameters)
-        for parameter, old, new in zip(parameters, before, gradients, strict=True):
-            if new is not old:
-                self.write(parameter, new)
+        differ = list(map(is_not, before, gradients))
+        for parameter, new in compress(zip(parameters, gradients, strict=True), differ):
+            self.write(parameter, new)
         return before
 
 

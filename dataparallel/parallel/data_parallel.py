@@ -226,7 +226,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self._chunks(inputs, kwargs, self.device_ids)
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
         if self._training is not None and not self._training.direct:
-            self._training.clones.follow()
+            self._training.fits(self.module)
         return self._counted(args, keywords)
 
     def _chunks(

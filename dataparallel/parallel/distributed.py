@@ -158,6 +158,11 @@ class Training:
         same = self.clones.follow() and self.leaves.follow()
         return same and not any(map(attrgetter("requires_grad"), self._untrained))
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the module had buffers when :meth:`fits` was asked last; True if unknown."""
+        return self.clones.parts is None or bool(self.clones.parts.buffers)
+
     # --- one forward -----------------------------------------------------------------------------
 
     def begin(
@@ -472,10 +477,13 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         _check_alone(self.options)
         shared = training.processes is not None
         block = self._block if shared and torch_internals.join_config(self).enable else None
-        sends = shared and self.will_sync_module_buffers()
+        fits = block is not None or training.fits(self.module)
+        # It is much quicker to see that nothing has changed than to look for buffers.
+        may_send = shared and (block is not None or training.has_buffers)
+        sends = may_send and self.will_sync_module_buffers()
         needs_others = shared and (reduces or sends or block is not None)
         lost = shared and training.is_lost(needs_others=needs_others)
-        if lost or (block is None and not training.fits(self.module)):
+        if lost or not fits:
             training = self._build()
         processes = training.processes
         if processes is not None and needs_others:

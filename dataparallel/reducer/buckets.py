@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TypeAlias
 
 import torch
@@ -103,9 +103,10 @@ class Bucket:
         """Take the gradients of one replica; nothing where some are to come and all are wanted."""
         leaves = self.leaves[replica]
         grads: Gradients = list(map(_grad_of, leaves))
-        missing = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is None]
-        if whole and any(map(_requires_grad, missing)):
-            return []
+        if whole:
+            missing = itertools.compress(leaves, map(is_, grads, itertools.repeat(None)))
+            if any(map(_requires_grad, missing)):
+                return []
         for leaf in leaves:
             leaf.grad = None
         return grads

@@ -491,13 +491,14 @@ class _Look:
 
     def __init__(self, tables: Sequence[dict[str, Any]], others: Iterable[Any] = ()) -> None:
         self._tables, self._filled = tables, list(filter(None, tables))
+        self._views = list(map(dict.values, self._filled))
         self._empty = list(itertools.filterfalse(None, itertools.chain(tables, others)))
         self.note()
 
     def note(self) -> None:
         """From now on they are as they are now; none was empty that is filled."""
         self._names = list(_joined(self._filled))
-        self._values = list(_joined(map(dict.values, self._filled)))
+        self._values = list(_joined(self._views))
         self._sizes = list(map(len, self._tables))
 
     def is_same(self) -> bool:
@@ -506,7 +507,7 @@ class _Look:
         return (
             not any(self._empty)
             and list(_joined(self._filled)) == self._names
-            and all(map(is_, _joined(map(dict.values, self._filled)), self._values))
+            and all(map(is_, _joined(self._views), self._values))
         )
 
     def before(self) -> list[dict[str, Any]]:

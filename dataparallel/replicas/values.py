@@ -157,6 +157,8 @@ class Values:
         dtype: What floating-point tensors are converted to. Default: as the originals are.
         in_place: Whether copies stay the same objects. Otherwise a new one is made for each
             change, because an earlier graph may still need the old values.
+        states: Those of the tensors, where somebody else takes them before each update. Default:
+            the update does.
     """
 
     def __init__(
@@ -166,9 +168,11 @@ class Values:
         *,
         dtype: torch.dtype | None = None,
         in_place: bool = False,
+        states: States | None = None,
     ) -> None:
         self._devices, self._sharing = tuple(devices), sharing
         self._dtype, self._in_place = dtype, in_place
+        self._given = states
         self._originals: list[torch.Tensor] = []
         self._states = States([])
         # Per slot its copies, None where it uses the originals.
@@ -192,7 +196,7 @@ class Values:
             self._originals = list(tensors)
             self._places = self._make_places() if tensors else [None] * len(self._devices)
             self._used = list(filter(None, dict.fromkeys(self._places)))
-            self._states = States(self._originals if self._used else [])
+            self._states = self._given or States(self._originals if self._used else [])
             self._answer = None
         slots = self._places[:num_slots]
         self._current = places = list(filter(None, dict.fromkeys(slots)))
@@ -214,6 +218,7 @@ class Values:
 
     def carry(self) -> None:
         """Copy again what changes that have left a trace have made stale, and nothing else."""
+        self._states.now()
         places, traces = self._used, self._traces()
         self._copy(places, [place.stale(traces) for place in places], traces)
 
@@ -262,8 +267,9 @@ class Values:
 
     def _traces(self) -> _Traces:
         """What is equal, tensor by tensor, as long as nothing has left a trace of changing it."""
-        originals = self._originals
-        return self._states.now(), versions(originals), steps_of(originals)
+        originals, states = self._originals, self._states
+        entries = states.now() if self._given is None else states.entries
+        return entries, versions(originals), steps_of(originals)
 
     def _copy(self, places: Sequence[_Place], stale: Sequence[set[int]], traces: _Traces) -> None:
         indices = sorted(set().union(*stale))
@@ -348,7 +354,7 @@ class ReplicaParameters:
         #: How often one of the originals was frozen, or came to other memory.
         self.num_changes = 0
         #: What the leaves are filled with.
-        self.values = Values(devices, dtype=dtype, in_place=True)
+        self.values = Values(devices, dtype=dtype, in_place=True, states=self._states)
         #: Per replica its leaves, in the order of the originals.
         self.rows: list[list[nn.Parameter]] = [
             [_dressed(v.detach(), o) for v, o in zip(replica, self._originals, strict=True)]
