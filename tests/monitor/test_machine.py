@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,10 @@ import torch
 
 from dataparallel import monitor
 from dataparallel.monitor.readings import machine
+from dataparallel.monitor.readings.reading import Sample
+from dataparallel.tools.monitor import command, opening
+from tests.monitor.cases import PID, samples, write_recording
+from tests.monitor.cases import run_folder as run_folder
 from tests.monitor.nvml_stub import EVERYTHING, Device, Stub
 from tests.monitor.nvml_stub import stub as stub
 
@@ -154,3 +160,58 @@ def test_mistakes_with_a_collector_are_explained(two: Stub) -> None:
     collector = monitor.Collector()
     with pytest.raises(ValueError, match="there is no tag 'x'; there are: none yet"):
         collector.collect("x")
+
+
+# --- which devices ---------------------------------------------------------------------------
+
+
+def opened(*words: str) -> Sample:
+    """The sample of a command with these options."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.add_sampler_options(parser)
+    with opening.open_sampler(parser.parse_args(words)) as sampler:
+        return sampler.sample()
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "names"),
+    [
+        (None, [], ["nvml:0", "cuda:0", "nvml:0:1", "nvml:1", "cpu"]),
+        # With a device come its instances.
+        (None, ["--only", "0"], ["nvml:0", "cuda:0", "nvml:0:1"]),
+        (None, ["--only", "0:1", "cpu"], ["nvml:0:1", "cpu"]),
+        (None, ["--only", "cuda:0"], ["cuda:0"]),
+        (None, ["--only", "MIG-0", "GPU-1"], ["cuda:0", "nvml:1"]),
+        ("GPU-1", ["--only-visible"], ["cuda:0", "cpu"]),
+        ("GPU-1", ["--only-visible", "--only", "0", "1"], ["cuda:0"]),
+        ("", ["--only-visible"], ["cpu"]),
+    ],
+)
+def test_commands_show_the_devices_that_are_asked_for(
+    two: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+    run_folder: Path,
+    visible: str | None,
+    words: list[str],
+    names: list[str],
+) -> None:
+    two.devices[0].parts = [
+        Device(i, {"GpuInstanceId": i + 1}, uuid=f"MIG-{i}aaa") for i in range(2)
+    ]
+    two.devices[0].uuid, two.devices[1].uuid = "GPU-0aaa", "GPU-1aaa"
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    sample = opened(*words)
+    assert [one.device for one in sample.devices if one.source != "virtual"] == names
+    of_second = {"GPU-1": "cuda:0"}.get(visible or "", "nvml:1")
+    assert [one.device for one in sample.processes] == [one for one in names if one == of_second]
+    assert sample.host is not None
+
+
+def test_of_a_recording_too(tmp_path: Path) -> None:
+    path = str(write_recording(tmp_path / "run.jsonl", list(samples(2))))
+    sample = opened("--source", path, "--only", "cuda:4", "GPU-2")
+    assert [one.device for one in sample.devices] == ["cuda:2", "cuda:4"]
+    assert [one.pid for one in sample.processes] == [PID, 31337]
+    with pytest.raises(ValueError, match="there is no device 'cuda:9'; there are: cuda:0, cuda:1"):
+        opened("--source", path, "--only", "cuda:9")

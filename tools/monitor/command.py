@@ -44,7 +44,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def add_sampler_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell what is watched: ``--source``, ``--interval``, ``--attach``."""
+    """Add the options that tell what is watched: ``--source``, ``--only``, ``--attach`` ..."""
     parser.add_argument(
         "--source",
         default="auto",
@@ -64,6 +64,19 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
         metavar="PID",
         help="also watch the replicas of a run with a StepMonitor: the number of its process, or "
         "auto if there is only one",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="DEVICE",
+        help="show these devices only: numbers of nvidia-smi (0, or 0:1 for a MIG instance of it), "
+        "names (cuda:1, cpu), or how identities begin (GPU-5f3a, MIG-9b) (default: all)",
+    )
+    parser.add_argument(
+        "--only-visible",
+        action="store_true",
+        help="leave out the devices that CUDA_VISIBLE_DEVICES hides (default: they are shown)",
     )
     parser.add_argument(
         "--speed",

@@ -13,6 +13,7 @@ from dataparallel.monitor.readings.host import HostReader
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.processors import BusyShare
 from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.readings.selection import Selection
 from dataparallel.monitor.readings.source import Source
 from dataparallel.tools.monitor.replay import Replay
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
@@ -38,9 +39,19 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
         A sampler whose first sample is as good as the others.
 
     Raises:
-        ValueError: There is no such source, file or run.
+        ValueError: There is no such source, file, run or device.
         RuntimeError: NVIDIA's driver is asked for, and does not answer.
     """
+    sampler = _open(arguments)
+    try:
+        sampler.choose(Selection(arguments.only, only_visible=arguments.only_visible))
+    except ValueError:
+        sampler.close()
+        raise
+    return sampler
+
+
+def _open(arguments: argparse.Namespace) -> Sampler:
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
     watch = None if arguments.attach is None else watch_run(arguments.attach)

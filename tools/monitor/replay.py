@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from os import PathLike
 
-from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools.monitor.recording import RecordingReader
 
@@ -64,7 +64,7 @@ class Replay(Sampler):
                     "`dataparallel monitor report` lists them"
                 )
                 self._latest = dataclasses.replace(self._latest, notes=(*self._latest.notes, note))
-        return self._latest
+        return self._selection.sample(self._latest)
 
     def samples(self) -> Iterator[Sample]:
         """The samples that are left, each at its time."""
@@ -78,6 +78,10 @@ class Replay(Sampler):
                 if self._stopped.is_set():
                     return
             yield self.sample()
+
+    def devices(self) -> list[DeviceReading]:
+        """All devices of the sample that was told last, or is the next."""
+        return list(self._latest.devices)
 
     def warm_up(self) -> None:
         """Do nothing: what was recorded stays as it is."""

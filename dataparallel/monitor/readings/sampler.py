@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from dataparallel.monitor.readings.reading import HostReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
+from dataparallel.monitor.readings.selection import Selection
 from dataparallel.monitor.readings.source import Source, SourceReading
 from dataparallel.monitor.run import RunState
 
@@ -79,6 +80,7 @@ class Sampler:
         self._sleep = self._stopped.wait if sleep is None else sleep
         self._wall = wall
         self._first: float | None = None
+        self._selection = Selection()
 
     def __enter__(self) -> Sampler:
         return self
@@ -108,7 +110,7 @@ class Sampler:
         notes = [*(note for one in readings for note in one.notes), *self._notes(), *failures]
         wall = self._wall()
         cost = max(0.0, self._clock() - begin)
-        return Sample(
+        whole = Sample(
             time=wall,
             elapsed=max(0.0, begin - self._first),
             cost=cost,
@@ -119,6 +121,20 @@ class Sampler:
             notes=tuple(dict.fromkeys(notes)),
             versions={name: told for one in readings for name, told in one.versions.items()},
         )
+        return self._selection.sample(whole)
+
+    def choose(self, selection: Selection) -> None:
+        """From now on, tell of these devices only.
+
+        Raises:
+            ValueError: A device that is asked for does not exist.
+        """
+        selection.check(self.devices())
+        self._selection = selection
+
+    def devices(self) -> list[DeviceReading]:
+        """All devices that there are."""
+        return [device for source in self._sources for device in source.read().devices]
 
     def warm_up(self) -> None:
         """Read everything once and forget it: there the first differences have their beginning."""
