@@ -92,7 +92,7 @@ def _add_top(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "top",
-        summary="Show what every device, replica and process is doing, until q is pressed.",
+        summary="Show what every device, replica and process is doing; ? tells the keys, q quits.",
         examples=[
             "dataparallel monitor top",
             "dataparallel monitor top --attach auto",
@@ -111,6 +111,7 @@ def _add_top(commands: Subparsers) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print samples as JSON, one object per line"
     )
+    parser.add_argument("--read-only", action="store_true", help="offer no keys that end processes")
 
 
 def _add_record(commands: Subparsers) -> None:

@@ -1,4 +1,4 @@
-"""All that `monitor top` shows, as lines that rich prints at any width and height."""
+"""All that `monitor top` shows, as lines that rich prints at any width."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import platform
 import time
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from dataparallel.monitor.findings import Finding
-from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
 from dataparallel.tools.monitor.bars import bar, clean, column, folded, heading, joined, sparkline
 from dataparallel.tools.monitor.history import History, in_order
+from dataparallel.tools.monitor.process_rows import COLUMNS, arranged
 from dataparallel.tools.monitor.replica_lines import replica_lines
 
-_ALARM, _WARNING, _ACCENT = "#f05a5a", "#e6b450", "#5fd0dc"
-_UTILIZATION, _MEMORY, _POWER, _COURSE = "#3fb8e8", "#5fc27e", "#e0a94a", "#2f86ad"
+# As much light as can be read on a dark ground and on a bright one.
+ALARM, WARNING, ACCENT = "#e5484d", "#b87a00", "#0e93a8"
+_UTILIZATION, _MEMORY, _POWER, _COURSE = "#2d9cdb", "#43a867", "#cc8a2e", "#2f86ad"
 
 
 class View:
-    """What is known, as something that rich prints at any width and height.
-
-    There are two layouts: all that is known, and where the terminal is too low for that, a line for
-    each device and replica. What is less important stands further right and below, and is cut off.
+    """What the last samples tell, in lines; ``rich`` prints all of them at any width.
 
     Example::
 
@@ -35,20 +35,12 @@ class View:
 
     Args:
         interval: Seconds between samples, for the heading. Default: it is not told.
-        fits_screen: Whether it is no higher than the terminal. Default: it is as high as it is, or
-            as high as ``rich`` is told.
     """
 
-    def __init__(self, interval: float | None = None, *, fits_screen: bool = False) -> None:
+    def __init__(self, interval: float | None = None) -> None:
         self.history = History()
         self._interval = interval
-        self._fits_screen = fits_screen
-        self._hint = ""
         self._alerts: list[Finding] = []
-
-    def tell(self, hint: str) -> None:
-        """Say this about the keys from now on."""
-        self._hint = hint
 
     def add(self, sample: Sample) -> None:
         """Show this sample from now on."""
@@ -56,59 +48,62 @@ class View:
         self._alerts = find_alerts(self.history)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Within a Live the height that it has is not passed on.
-        height = console.size.height if self._fits_screen else options.height
-        for line in self.lines(options.max_width, height):
+        width = options.max_width
+        lines = [*self.heading(width), *self.alerts(width), *self.machine(width, full=True)]
+        for line in [*lines, *self._process_lines(), *self.notes(width)]:
             yield Text.assemble(line, no_wrap=True, overflow="crop")
 
-    def lines(self, width: int, height: int | None) -> list[Text]:
-        """At most ``height`` lines; what they have beyond ``width`` cells is to be cut off."""
+    # --- sections; what they have beyond the width is to be cut off ------------------------------
+
+    def heading(self, width: int, hint: str = "") -> list[Text]:
+        """When it was, what is watched, and the host."""
         sample = self.history.sample
         if sample is None:
             return [Text("waiting for the first sample", "dim")]
-        top = self._heading(sample)
-        alerts = self._alert_lines(width)
-        processes = self._process_lines(sample.processes)
-        notes = [line for note in sample.notes for line in folded(f"note: {note}", width, "dim")]
-        for full in (True, False):
-            middle = self._device_lines(sample.devices, width, full=full)
-            middle += replica_lines(self.history.runs, sample.host, width, full=full)
-            lines = [*top, *alerts, *middle, *processes, *notes]
-            if height is None or len(lines) <= height:
-                return lines
-        assert height is not None
-        room = height - len(top) - len(middle)
-        alerts = alerts[: max(3, room)]
-        room -= len(alerts)
-        if 1 < room < len(processes):
-            more = Text(f"and {len(processes) - room + 1} more", "dim")
-            processes = [*processes[: room - 1], more]
-        return [*top, *alerts, *middle, *processes, *notes][:height]
-
-    # --- sections --------------------------------------------------------------------------------
-
-    def _heading(self, sample: Sample) -> list[Text]:
         sources = dict.fromkeys(clean(device.source) for device in sample.devices)
-        every = f"every {self._interval:g} s" if self._interval else ""
         parts = [
             time.strftime("%H:%M:%S", time.localtime(sample.time)),
-            self._hint,
+            hint,
             clean(platform.node()),
             " + ".join(sources),
-            every,
+            *(f"{clean(name)} {clean(version)}" for name, version in sample.versions.items()),
+            f"every {self._interval:g} s" if self._interval else "",
             f"a sample takes {units.seconds_text(sample.cost)}",
         ]
         first = Text(" · ".join(filter(None, parts)), "bold")
-        return [first] if sample.host is None else [first, _host_line(sample.host)]
+        return [first] if sample.host is None else [first, _host_line(sample.host, width)]
 
-    def _alert_lines(self, width: int) -> list[Text]:
-        """What to look at."""
-        lines: list[Text] = []
-        for alert in self._alerts:
-            is_error = alert.severity == "error"
-            style = f"bold {_ALARM}" if is_error else _WARNING
-            lines += folded(f"{'✖' if is_error else '▲'} {alert.text}", width, style)
-        return lines
+    def summary(self, width: int, most: int = 2) -> list[Text]:
+        """What is worst and what to change first, a line each, and how much more there is."""
+        advice = [one for one in self._alerts if one.gain][:1]
+        others = [one for one in self._alerts if one not in advice][:most]
+        shown = sorted([*others, *advice], key=self._alerts.index)
+        lines = [_alert_text(one, is_short=True) for one in shown]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        sample, more = self.history.sample, len(self._alerts) - len(shown)
+        notes = 0 if sample is None else len(sample.notes)
+        counts = [(len(lines) and more, "more to look at"), (notes, f"note{'s' * (notes > 1)}")]
+        told = [f"{count} {what}" for count, what in counts if count]
+        return [*lines, Text(f"{', '.join(told)}: press n", "dim")] if told else lines
+
+    def alerts(self, width: int) -> list[Text]:
+        """All that there is to look at, in full."""
+        texts = [_alert_text(one) for one in self._alerts]
+        return [line for text in texts for line in folded(text.plain, width, str(text.style))]
+
+    def notes(self, width: int) -> list[Text]:
+        """What is missing, and how to get it."""
+        notes = () if self.history.sample is None else self.history.sample.notes
+        return [line for note in notes for line in folded(f"note: {note}", width, "dim")]
+
+    def machine(self, width: int, *, full: bool) -> list[Text]:
+        """Devices and replicas: all that is known of them, or a line for each."""
+        sample = self.history.sample
+        if sample is None:
+            return []
+        lines = self._device_lines(sample.devices, width, full=full)
+        return lines + replica_lines(self.history.runs, sample.host, width, full=full)
 
     def _device_lines(
         self, devices: Sequence[DeviceReading], width: int, *, full: bool
@@ -119,9 +114,9 @@ class View:
         for device in in_order(devices):
             name = ("└ " if device.parent is not None else "") + clean(device.device)
             if device.error is not None:
-                lines.append(Text(f"{name} {clean(device.error)}", f"bold {_ALARM}"))
+                lines.append(Text(f"{name} {clean(device.error)}", f"bold {ALARM}"))
             elif full and device.parent is None:
-                title = [Text(name, "bold"), Text(self._replicas_on(device), _ACCENT)]
+                title = [Text(name, "bold"), Text(self._replicas_on(device), ACCENT)]
                 told = Text(clean(device.name), "dim")
                 lines.append(joined([*title, *_facts(device), told], "  "))
                 course = self.history.course(device.device)
@@ -131,51 +126,65 @@ class View:
         return lines
 
     def _replicas_on(self, device: DeviceReading) -> str:
+        runs = self.history.runs
         mine = [
-            str(i)
-            for run in self.history.runs
+            f"rank {run.state.rank} replica {i}" if len(runs) > 1 else f"replica {i}"
+            for run in runs
             for i, (name, uuid) in enumerate(
                 zip(run.state.info.devices, run.state.info.uuids, strict=True)
             )
             if name == device.device or (uuid is not None and uuid == device.uuid)
         ]
-        return f"replica{'s' * (len(mine) > 1)} {', '.join(mine)}" if mine else ""
+        return ", ".join(mine)
 
-    def _process_lines(self, processes: Sequence[ProcessReading]) -> list[Text]:
-        own = {run.state.pid for run in self.history.runs}
-        ordered = sorted(
-            processes, key=lambda p: (p.pid not in own, -(p.memory or 0), p.device, p.pid)
-        )
-        heads = ("    pid", "device", "memory", "util", "cpu", "host memory", "user", "command")
-        lines = [_process_row(heads, "dim bold")] if processes else []
-        for process in ordered:
-            row = (
-                f"{'> ' if process.pid in own else '  '}{process.pid:>5}",
-                clean(process.device),
-                units.bytes_text(process.memory),
-                units.percent_text(process.utilization),
-                units.percent_text(process.cpu),
-                units.bytes_text(process.host_memory),
-                clean(process.user or units.NOT_AVAILABLE),
-                clean(process.name or units.NOT_AVAILABLE),
-            )
-            lines.append(_process_row(row, f"bold {_ACCENT}" if process.pid in own else ""))
+    def own_pids(self) -> set[int]:
+        """The processes of the runs that are watched."""
+        return {run.state.pid for run in self.history.runs}
+
+    def _process_lines(self) -> list[Text]:
+        if self.history.sample is None or not self.history.sample.processes:
+            return []
+        own = self.own_pids()
+        rows = arranged(self.history.sample.processes, "memory", descending=True)
+        rows.sort(key=lambda row: row.process.pid not in own)
+        cells = [[column.text(row) for column in COLUMNS] for row in rows]
+        table = [[column.name for column in COLUMNS], *cells]
+        widths = [max(map(cell_len, texts)) for texts in zip(*table, strict=True)]
+        lines = []
+        for number, texts in enumerate(table):
+            is_own = bool(number) and rows[number - 1].process.pid in own
+            line = Text("> " if is_own else "  ")
+            for one, text, width in zip(COLUMNS, texts, widths, strict=True):
+                line.append_text(column(text, width, right=one.is_number)).append("  ")
+            line.rstrip()
+            line.stylize(f"bold {ACCENT}" if is_own else "" if number else "dim bold")
+            lines.append(line)
         return lines
 
 
-def _process_row(texts: Sequence[str], style: str) -> Text:
-    line = Text(style=style)
-    for text, width in zip(texts, (10, 10, 10, 6, 7, 13, 10), strict=False):
-        line.append_text(column(text, width)).append(" ")
-    return line.append(texts[-1])
+def _alert_text(alert: Finding, *, is_short: bool = False) -> Text:
+    told = clean(str(alert))
+    if is_short and alert.gain:
+        told = f"steps up to {units.percent_text(alert.gain)} shorter: {clean(alert.text)}"
+    if alert.severity == "error":
+        return Text(f"✖ {told}", f"bold {ALARM}")
+    return Text(f"▲ {told}", WARNING)
 
 
-def _host_line(host: HostReading) -> Text:
+def _host_line(host: HostReading, width: int) -> Text:
     share = host.memory_used / host.memory_total if host.memory_total else None
-    cpu = f" {units.percent_text(host.utilization)} of {host.num_cpus:g} CPUs  "
-    memory = f" {units.bytes_of_text(host.memory_used, host.memory_total)}"
-    bars = bar(host.utilization, 12, _UTILIZATION), bar(share, 12, _MEMORY)
-    return Text.assemble(("host ", "dim"), bars[0], cpu, bars[1], memory)
+    length = 12 if width >= 90 else 5
+    line = Text.assemble(
+        *(("host ", "dim"), bar(host.utilization, length, _UTILIZATION)),
+        f" {units.percent_text(host.utilization)} of {host.num_cpus:g} CPUs  ",
+        bar(share, length, _MEMORY),
+        f" {units.bytes_of_text(host.memory_used, host.memory_total)}",
+    )
+    if host.swap_total:
+        line.append("  swap ", "dim").append(units.bytes_of_text(host.swap_used, host.swap_total))
+    if host.load is not None:
+        line.append("  load ", "dim").append(" ".join(f"{load:.2f}" for load in host.load))
+    return line
 
 
 # --- one device ----------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ def _measures(device: DeviceReading, course: Sequence[float | None], width: int)
     used, total = device.value("memory_used"), device.value("memory_total")
     power, limit = device.value("power"), device.value("power_limit")
     share = _ratio(used, total)
-    color = _ALARM if share is not None and share > NEARLY_FULL else _MEMORY
+    color = ALARM if share is not None and share > NEARLY_FULL else _MEMORY
     length = max(4, min(20, (width - 74) // 3))
     line = Text.assemble(
         ("  util ", "dim"),
@@ -225,10 +234,10 @@ def _facts(device: DeviceReading) -> list[Text]:
     """Short texts, the most important ones first."""
     found = []
     if device.throttle:
-        found.append(Text(f"slowed: {', '.join(map(clean, device.throttle))}", f"bold {_ALARM}"))
+        found.append(Text(f"slowed: {', '.join(map(clean, device.throttle))}", f"bold {ALARM}"))
     temperature = device.value("temperature")
     if temperature is not None:
-        style = f"bold {_ALARM}" if temperature >= HOT else ""
+        style = f"bold {ALARM}" if temperature >= HOT else ""
         found.append(Text(f"{temperature:.0f} °C", style))
     clock, highest = device.value("sm_clock"), device.value("sm_clock_max")
     if clock is not None:

@@ -1,0 +1,98 @@
+"""What a user may do with the processes on the devices: look at them, and end them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+import psutil
+
+from dataparallel.monitor.readings.host_processes import HostProcesses
+from dataparallel.monitor.readings.reading import ProcessReading
+
+#: Ctrl-C, a request to end, and an end that cannot be refused.
+How: TypeAlias = Literal["interrupt", "terminate", "kill"]
+
+
+def end_process(pid: int, how: How, *, started: float | None) -> None:
+    """End a process, as far as the user may.
+
+    Args:
+        pid: Its number.
+        how: ``"interrupt"``, ``"terminate"`` or ``"kill"``.
+        started: When it was started, as a :class:`ProcessReading` tells it: its number may belong
+            to another one by now.
+
+    Raises:
+        PermissionError: It is somebody else's, the first one, this one, or cannot be seen.
+        ProcessLookupError: It is gone.
+    """
+    process = may_end(pid, started=started)
+    try:
+        if how == "interrupt":
+            process.send_signal(signal.SIGINT)
+        else:
+            (process.terminate if how == "terminate" else process.kill)()
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(f"process {pid} is gone") from None
+    except psutil.AccessDenied:
+        raise PermissionError(f"process {pid} is somebody else's") from None
+
+
+def may_end(pid: int, *, started: float | None) -> psutil.Process:
+    """The process, if :func:`end_process` would end it; it raises what that raises."""
+    if pid <= 1 or pid == os.getpid():
+        what = "this monitor itself" if pid > 1 else "what all others live by"
+        raise PermissionError(f"process {pid} is {what}; it is not ended from here")
+    if started is None:
+        raise PermissionError(
+            f"process {pid} cannot be seen from here; in a container, start it with --pid=host"
+        )
+    try:
+        process = psutil.Process(pid)
+        # Only nearly: the time of the boot, from which it is counted, is adjusted now and then.
+        is_same = abs(process.create_time() - started) < 1.0
+        user = process.username()
+        # Windows does not tell numbers of users, and refuses by itself.
+        mine = not hasattr(os, "geteuid") or os.geteuid() in (0, process.uids().real)
+    except psutil.AccessDenied:
+        is_same, user, mine = True, "somebody else", False
+    except psutil.NoSuchProcess:
+        is_same = False
+    if not is_same:
+        raise ProcessLookupError(f"process {pid} is gone")
+    if not mine:
+        raise PermissionError(f"process {pid} belongs to {user}, who alone may end it")
+    return process
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment with which a process was started.
+
+    Raises:
+        PermissionError: It is somebody else's.
+        ProcessLookupError: It is gone.
+    """
+    try:
+        return dict(psutil.Process(pid).environ())
+    except psutil.AccessDenied:
+        raise PermissionError(f"the environment of process {pid} is somebody else's") from None
+    except psutil.Error:
+        raise ProcessLookupError(f"process {pid} is gone") from None
+
+
+def ancestors(processes: Iterable[ProcessReading], host: HostProcesses) -> list[ProcessReading]:
+    """The parents of processes, and their parents."""
+    found: dict[int, ProcessReading] = {}
+    for process in processes:
+        pid = process.parent
+        while pid and pid not in found:
+            told = host.describe(pid)
+            if told is None:
+                break
+            found[pid] = ProcessReading("", pid, **told)
+            pid = told.get("parent")
+    host.keep(found)
+    return list(found.values())

@@ -1,0 +1,441 @@
+"""The interactive `monitor top`: what keys and mouse do, in terminals of several sizes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import html
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import DataTable
+
+from dataparallel.monitor.readings.process_control import end_process, environment
+from dataparallel.monitor.readings.reading import HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.tools import cli
+from dataparallel.tools.monitor import top_command
+from dataparallel.tools.monitor.process_rows import NAMES, Row, arranged, as_tree
+from dataparallel.tools.monitor.top_app import TopApp
+from dataparallel.tools.monitor.view import View
+from tests.monitor.cases import GIB, make_sample
+
+SIZES = [(80, 24), (120, 40), (200, 60)]
+
+
+class Screen:
+    """The app in a terminal that is not there: keys go in, and lines of text come out."""
+
+    def __init__(self, app: TopApp, pilot: Pilot[None]) -> None:
+        self.app, self.pilot = app, pilot
+
+    async def press(self, keys: str) -> list[str]:
+        """Press keys, named as textual names them; what is seen then."""
+        await self.pilot.press(*keys.split())
+        return await self.lines()
+
+    async def lines(self) -> list[str]:
+        await self.pilot.pause()
+        width, height = self.app.size
+        cells = [[" "] * width for _ in range(height)]
+        for x, y, text in re.findall(
+            r'<text[^>]* x="([\d.]+)"[^>]*line-(\d+)\)">([^<]*)</text>',
+            self.app.export_screenshot(),
+        ):
+            place = round(float(x) / 12.2)
+            shown = html.unescape(text).rstrip("\n").replace("\xa0", " ")
+            cells[int(y)][place : place + len(shown)] = shown
+        return ["".join(row).rstrip() for row in cells]
+
+    async def table(self, keys: str = "") -> list[str]:
+        """The head and the rows of the processes."""
+        lines = await self.press(keys) if keys else await self.lines()
+        begin = next((i for i, line in enumerate(lines) if HEAD in line), len(lines))
+        return [line for line in lines[begin:-1] if line]
+
+
+HEAD = "host mem  command"
+
+
+def play(
+    script: Callable[[Screen], Awaitable[Any]],
+    *shown: Sample,
+    size: tuple[int, int] = (120, 40),
+    **options: Any,
+) -> None:
+    """Run a script with the app, which shows these samples."""
+    samples = deque(shown or [make_sample(tick) for tick in range(30)])
+
+    async def main() -> None:
+        app = TopApp(View(interval=1.0), samples, lambda: False, **options)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            await pilot.pause()
+            await script(Screen(app, pilot))
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def sleeping(**options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for its end."""
+    child = subprocess.Popen(["sleep", "100"], **options)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def check_layout(lines: list[str], size: tuple[int, int]) -> None:
+    text = "\n".join(lines)
+    assert len(lines) == size[1] and "driver 570" in lines[0] and "load 1.00 2.00 3.00" in lines[1]
+    # What is broken, and what to change first, in a line each; the rest is counted.
+    assert lines[2].startswith("✖ cuda:2 cannot be read")
+    assert lines[4].startswith("▲ steps up to 29 % shorter: Replica 0")
+    assert lines[5] == "2 more to look at, 1 note: press n"
+    for i in range(5):
+        assert re.search(rf"^cuda:{i} ", text, re.MULTILINE)
+    assert ("── devices" in text) == (size[1] >= 40)
+    # Where all cannot be told, replicas have a line each, and the table stays.
+    assert all(f"\n{i}  cuda:{i} " in text for i in range(4))
+    head = next(line for line in lines if HEAD in line)
+    assert re.split(r" {2,}", head.strip()) == [*NAMES[:3], "memory▼", *NAMES[4:]]
+    assert text.count("python train.py") >= 4
+    assert lines[-1].split()[:4] == ["?", "help", "q", "quit"] and "term" in lines[-1]
+
+
+VERSIONS = {
+    "versions": {"driver": "570.1"},
+    "host": HostReading(0.43, 64, 120 * GIB, 512 * GIB, load=(1.0, 2.0, 3.0)),
+}
+
+
+def test_it_fits_every_terminal_and_every_new_size() -> None:
+    async def script(screen: Screen) -> None:
+        check_layout(await screen.lines(), SIZES[0])
+        for size in ((5, 3), *SIZES[1:], SIZES[0]):
+            await screen.pilot.resize_terminal(*size)
+            if size in SIZES:
+                check_layout(await screen.lines(), size)
+
+    play(script, *(make_sample(tick, **VERSIONS) for tick in range(30)), size=SIZES[0])
+
+
+def process(pid: int, command: str, **more: Any) -> ProcessReading:
+    more = {"device": "cuda:0", "user": "ada", "memory": pid * GIB, **more}
+    return ProcessReading(pid=pid, name=command.split()[0], command=command, **more)
+
+
+OTHERS = make_sample(
+    processes=(
+        process(10, "python a.py", utilization=0.5, parent=7),
+        process(11, "python b.py", utilization=0.1, parent=10, user="eve"),
+        process(12, "blender", parent=7, device="cuda:1"),
+        process(13, "python c.py", utilization=0.9, parent=11, device="cuda:10"),
+        process(13, "python c.py", utilization=0.2, parent=11, device="cuda:1"),
+    )
+)
+
+ALL = ["13 c.py", "13 c.py", "12 blender", "11 b.py", "10 a.py"]
+#: What is pressed, and the rows that are seen then.
+ROWS: dict[str, tuple[str, list[str]]] = {
+    "at first by memory": ("", ALL),
+    "the next column": (".", ["13 c.py", "10 a.py", "13 c.py", "11 b.py", "12 blender"]),
+    "and the other way around": (". r", ["11 b.py", "13 c.py", "10 a.py", "13 c.py", "12 blender"]),
+    "names go upwards": (", ,", ["10 a.py", "12 blender", "13 c.py", "13 c.py", "11 b.py"]),
+    "a filter": ("/ e v e", ["11 b.py"]),
+    "that is kept": ("/ b enter r", ["11 b.py", "12 blender"]),
+    "that is ended": ("/ x escape", ALL),
+    "of none": ("/ x", []),
+    "a tree": ("t", ["12 blender", "10 a.py", "11 └─ b.py", "13    └─ c.py", "13    └─ c.py"]),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_rows(case: str) -> None:
+    keys, rows = ROWS[case]
+
+    async def script(screen: Screen) -> None:
+        head, *lines = await screen.table(keys) or [""]
+        place = head.find("command")
+        found = [f"{line.split()[0]} {line[place:]}" for line in lines if line[place:]]
+        assert [line.replace("python ", "") for line in found] == rows
+
+    play(script, OTHERS, is_live=False)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pids"),
+    [
+        ("PYTHON", [10, 11, 13, 13]),
+        ("python 10", [10, 13]),
+        ("user:eve", [11]),
+        ("user:ev", []),
+        ("device:cuda:1 c.py", [13]),
+        ("device:10", [13]),
+        ("cuda:1", [12, 13, 13]),
+    ],
+)
+def test_filters(pattern: str, pids: list[int]) -> None:
+    rows = arranged(OTHERS.processes, "pid", descending=False, pattern=pattern)
+    assert [row.process.pid for row in rows] == pids
+
+
+def test_a_tree_shows_everybody_once_even_in_a_circle() -> None:
+    circle = [Row(process(i, "a", parent=parent)) for i, parent in ((1, 2), (2, 1), (3, 3))]
+    assert sorted(row.process.pid for row in as_tree(circle, ())) == [1, 2, 3]
+
+
+def test_parents_are_those_of_this_machine() -> None:
+    with sleeping() as child:
+        me = Row(process(child.pid, "sleep", parent=os.getpid(), started=1.0))
+
+        async def script(screen: Screen) -> None:
+            rows = await screen.table("t")
+            # Who has started it is no process on a device.
+            assert rows[-1].split()[0] == str(child.pid) and rows[-1].endswith("└─ sleep")
+            assert rows[-2].split()[0] == str(os.getpid()) and len(rows) > 2
+
+        play(script, make_sample(processes=(me.process,)))
+
+
+# --- the mouse -----------------------------------------------------------------------------------
+
+
+def test_a_click_on_a_head_sorts_and_another_one_the_other_way_around() -> None:
+    async def script(screen: Screen) -> None:
+        for marks in ("util▼", "util▲"):
+            head = (await screen.table())[0]
+            await screen.pilot.click("#processes", offset=(head.index("util") + 1, 0))
+            assert marks in (await screen.table())[0]
+        assert (await screen.table())[1].split()[0] == "11"
+        await screen.pilot.click("#processes", offset=(20, 3))
+        assert screen.app.query_one(DataTable).cursor_row == 2
+
+    play(script, OTHERS)
+
+
+# --- panels --------------------------------------------------------------------------------------
+
+
+def test_help_notes_and_environments_are_told_and_closed() -> None:
+    with sleeping(env={"TOLD": "yes\x1b[2J"}) as child:
+        started = psutil.Process(child.pid).create_time()
+        mine = process(child.pid, "sleep", started=started)
+
+        async def script(screen: Screen) -> None:
+            before = await screen.table()
+            text = "\n".join(await screen.press("?"))
+            assert "K  kill: SIGKILL" in text and "n  all warnings, advice and notes" in text
+            text = "\n".join(await screen.press("escape n"))
+            assert "note: NVLink counters need a driver from 535 on" in text
+            assert "▲ cuda:1 is hot (91 C): look at fans and air flow" in text
+            text = "\n".join(await screen.press("escape e"))
+            assert f"environment of process {child.pid}" in text and "TOLD=yes?[2J" in text
+            assert await screen.table("escape") == before
+
+        play(script, make_sample(processes=(mine,)))
+
+
+# --- ending processes ----------------------------------------------------------------------------
+
+
+def reading(child: subprocess.Popen[bytes]) -> ProcessReading:
+    started = psutil.Process(child.pid).create_time()
+    return process(child.pid, "sleep 100", started=started)
+
+
+def test_a_process_is_ended_once_that_is_confirmed() -> None:
+    with sleeping() as first, sleeping() as second:
+        # The higher number is further up.
+        low, high = sorted((first, second), key=lambda child: child.pid)
+
+        async def script(screen: Screen) -> None:
+            text = "\n".join(await screen.press("T"))
+            assert "terminate 1 process?" in text and re.search(
+                rf"{high.pid} +ada +sleep 100", text
+            )
+            # Enter alone means no.
+            assert not any("terminate 1 process?" in line for line in await screen.press("enter"))
+            assert high.poll() is None
+            await screen.press("T")
+            await screen.pilot.click("#yes")
+            assert high.wait(60) == -signal.SIGTERM and low.poll() is None
+
+        play(script, make_sample(processes=(reading(high), reading(low))))
+
+
+def test_those_that_are_tagged_are_ended_together_and_what_cannot_be_is_told() -> None:
+    with sleeping() as first, sleeping() as second, sleeping() as third:
+        gone = process(1, "init", started=1.0)
+        rows = sorted(map(reading, (first, second, third)), key=lambda one: -one.pid)
+
+        async def script(screen: Screen) -> None:
+            table = await screen.table("space down space down down space")
+            assert [line[:3].strip() for line in table[1:]] == ["●", "●", "", "●"]
+            text = "\n".join(await screen.press("K"))
+            assert "kill 2 processes?" in text and "process 1 is what all others live by" in text
+            assert "●" not in "".join(await screen.table("y"))
+            children = {child.pid: child for child in (first, second, third)}
+            assert [children[one.pid].wait(60) for one in rows[:2]] == [-signal.SIGKILL] * 2
+            assert children[rows[2].pid].poll() is None
+
+        play(script, make_sample(processes=(*rows, gone)))
+
+
+@pytest.mark.parametrize("options", [{"read_only": True}, {"is_live": False}])
+def test_a_process_of_a_recording_or_for_a_reader_is_not_ended(options: dict[str, Any]) -> None:
+    with sleeping() as child:
+
+        async def script(screen: Screen) -> None:
+            lines = await screen.press("I T K y")
+            assert "kill" not in lines[-1] and len(screen.app.screen_stack) == 1
+            assert ("env" in lines[-1]) == ("is_live" not in options)
+            assert "kill" not in "\n".join(await screen.press("?"))
+
+        play(script, make_sample(processes=(reading(child),)), **options)
+        assert child.poll() is None
+
+
+def test_only_what_the_user_may_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sleeping() as child:
+        started = reading(child).started
+        others: list[tuple[int, float | None, type[OSError], str]] = [
+            (0, 1.0, PermissionError, "process 0 is what all others live by"),
+            (1, 1.0, PermissionError, "process 1 is what all others live by"),
+            (os.getpid(), 1.0, PermissionError, "is this monitor itself"),
+            (child.pid, None, PermissionError, "cannot be seen from here"),
+            # Another one with this number is not meant.
+            (child.pid, (started or 0.0) - 60.0, ProcessLookupError, "is gone"),
+            (2**22 + 1, 1.0, ProcessLookupError, "is gone"),
+        ]
+        for pid, when, error, text in others:
+            with pytest.raises(error, match=text):
+                end_process(pid, "kill", started=when)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 12345)
+            with pytest.raises(PermissionError, match=r"belongs to \w+, who alone may end it"):
+                end_process(child.pid, "kill", started=started)
+        with pytest.raises(ProcessLookupError, match="is gone"):
+            environment(2**22 + 1)
+        assert child.poll() is None
+        end_process(child.pid, "interrupt", started=started)
+        assert child.wait(60) == -signal.SIGINT
+
+
+# --- in a terminal -------------------------------------------------------------------------------
+
+
+class Endless(Sampler):
+    """Gives samples that are made up, and does something after the third one."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__((), interval=0.01)
+        self.closed = 0
+        self._then = then
+
+    def samples(self) -> Iterator[Sample]:
+        for tick in range(3):
+            yield make_sample(tick)
+        self._then()
+        self._stopped.wait()
+
+    def close(self) -> None:
+        super().close()
+        self.closed += 1
+
+
+def fail() -> None:
+    raise OSError("the sampler broke")
+
+
+#: How it ends, its exit status, and what it says.
+ENDS: dict[str, tuple[bytes | int | None, int, str]] = {
+    "q": (b"q", 0, ""),
+    "Ctrl-C": (b"\x03", 0, ""),
+    "Ctrl-C in a panel": (b"?\x03", 0, ""),
+    "SIGINT": (signal.SIGINT, 0, ""),
+    "SIGTERM": (signal.SIGTERM, 128 + signal.SIGTERM, ""),
+    "SIGHUP": (signal.SIGHUP, 128 + signal.SIGHUP, ""),
+    "failure": (None, 1, "sampling has failed: OSError('the sampler broke')"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_however_it_ends_the_terminal_is_as_before(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how, status, told = ENDS[case]
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    written: list[bytes] = []
+    drawn = threading.Event()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(master, 65536):
+                written.append(data)
+                if b"TransformerLM" in data:
+                    drawn.set()
+
+    def act() -> None:
+        # Its keys are not echoed.
+        assert drawn.wait(60)
+        assert not termios.tcgetattr(slave)[3] & (termios.ECHO | termios.ICANON)
+        if isinstance(how, bytes):
+            os.write(master, how)
+        elif how is None:
+            fail()
+        else:
+            os.kill(os.getpid(), how)
+
+    sampler = Endless(act)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCONT)
+    before = {number: signal.getsignal(number) for number in watched}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with os.fdopen(slave, "w", buffering=1, closefd=False) as terminal:
+            for name in ("__stdin__", "__stdout__", "__stderr__"):
+                monkeypatch.setattr(sys, name, terminal)
+            monkeypatch.setenv("TERM", "xterm-256color")
+            monkeypatch.setattr(top_command, "open_sampler", lambda arguments: sampler)
+            modes = termios.tcgetattr(slave)
+            try:
+                ended = cli.main(["monitor", "top"])
+            except SystemExit as end:
+                ended = int(end.code or 0)
+            assert ended == status and sampler.closed
+            assert termios.tcgetattr(slave) == modes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(slave)
+    reader.join(60)
+    os.close(master)
+    text = b"".join(written).decode()
+    assert text.count(ENTER) == text.count(LEAVE) == 1 and text.rindex(SHOW_CURSOR) > text.rindex(
+        ENTER
+    )
+    assert told in capsys.readouterr().err
+
+
+ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"

@@ -1,0 +1,123 @@
+"""The processes on the devices as rows of a table: sorted, filtered, or below their parents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dataparallel.monitor.readings.reading import ProcessReading
+from dataparallel.tools.monitor import units
+from dataparallel.tools.monitor.bars import clean
+
+
+@dataclass(frozen=True)
+class Row:
+    """A process on a device, and what is drawn before its command in a tree."""
+
+    process: ProcessReading
+    branch: str = ""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What it is known by: a process may be on several devices."""
+        return self.process.pid, self.process.device
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its head, what rows are sorted by (None comes last), and the text of a cell."""
+
+    name: str
+    value: Callable[[ProcessReading], Any]
+    shown: Callable[[Any], str]
+    is_number: bool = True
+
+    def text(self, row: Row) -> str:
+        """What stands in the cell of a row."""
+        value = self.value(row.process)
+        text = units.NOT_AVAILABLE if value is None else self.shown(value)
+        return row.branch + text if self.name == "command" else text
+
+
+COLUMNS = (
+    Column("pid", lambda p: p.pid, str),
+    Column("user", lambda p: p.user, clean, is_number=False),
+    Column("device", lambda p: p.device or None, clean, is_number=False),
+    Column("memory", lambda p: p.memory, units.bytes_text),
+    Column("util", lambda p: p.utilization, units.percent_text),
+    Column("cpu", lambda p: p.cpu, units.percent_text),
+    Column("host mem", lambda p: p.host_memory, units.bytes_text),
+    Column("command", lambda p: p.command or p.name, clean, is_number=False),
+)
+NAMES = tuple(column.name for column in COLUMNS)
+
+
+def arranged(
+    processes: Iterable[ProcessReading], sort: str, *, descending: bool, pattern: str = ""
+) -> list[Row]:
+    """The rows that a filter lets through, sorted; those whose value is not known come last.
+
+    Args:
+        processes: All of them.
+        sort: Name of a column.
+        descending: Whether the greatest comes first.
+        pattern: Words that must all occur in a row; ``user:NAME`` and ``device:NAME`` only there.
+    """
+    value = COLUMNS[NAMES.index(sort)].value
+    rows = [Row(one) for one in processes if _matches(one, pattern.lower().split())]
+    rows.sort(key=lambda row: row.key)
+    known = [row for row in rows if value(row.process) is not None]
+    known.sort(key=lambda row: value(row.process), reverse=descending)
+    return known + [row for row in rows if value(row.process) is None]
+
+
+def _matches(process: ProcessReading, words: Sequence[str]) -> bool:
+    fields = {"user": process.user or "", "device": process.device}
+    whole = (
+        f"{process.pid} {process.name or ''} {process.command or ''} {' '.join(fields.values())}"
+    )
+    for word in words:
+        field, colon, text = word.partition(":")
+        if colon and field in fields:
+            # cuda:1 is not cuda:10.
+            value = fields[field].lower()
+            if text not in (value, value.rpartition(":")[2]):
+                return False
+        elif word not in whole.lower():
+            return False
+    return True
+
+
+def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Row]:
+    """The rows below their parents, siblings in the order in which they come.
+
+    Args:
+        rows: The processes on devices.
+        ancestors: Processes above them; one of ``rows`` is not told again.
+    """
+    own = {row.process.pid for row in rows}
+    everyone = [*rows, *(Row(one) for one in ancestors if one.pid not in own)]
+    pids = {row.process.pid for row in everyone}
+    children: dict[int | None, list[Row]] = {}
+    for row in everyone:
+        parent = row.process.parent
+        children.setdefault(parent if parent in pids else None, []).append(row)
+    found: list[Row] = []
+
+    def add(parent: int | None, before: str) -> None:
+        family = children.pop(parent, [])
+        siblings = list(dict.fromkeys(row.process.pid for row in family))
+        for pid in siblings:
+            fork, rest = ("└─ ", "   ") if pid == siblings[-1] else ("├─ ", "│  ")
+            if parent is None:
+                fork = rest = ""
+            mine = (row.process for row in family if row.process.pid == pid)
+            found.extend(Row(process, before + fork) for process in mine)
+            add(pid, before + rest)
+
+    add(None, "")
+    # Numbers are reused while they are read: whoever is the parent of its parent is shown too.
+    while children:
+        add(next(iter(children)), "")
+    return found

@@ -1,0 +1,426 @@
+"""The interactive `monitor top`: what the view tells, a table of processes, and keys and mouse."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.coordinate import Coordinate
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Button, DataTable, Footer, Input, Static
+
+from dataparallel.monitor.readings import process_control
+from dataparallel.monitor.readings.host_processes import HostProcesses
+from dataparallel.monitor.readings.reading import ProcessReading, Sample
+from dataparallel.tools.monitor import units
+from dataparallel.tools.monitor.bars import clean
+from dataparallel.tools.monitor.process_rows import COLUMNS, NAMES, Row, arranged, as_tree
+from dataparallel.tools.monitor.view import ACCENT, WARNING, View
+
+#: New samples, a signal and the end of sampling are seen within so many seconds.
+_TICK = 0.1
+#: So many rows of the table stay visible, however much there is to tell of devices and replicas.
+_FEWEST_ROWS = 5
+_PATTERN = "words, user:NAME or device:NAME; Enter keeps the filter, Esc ends it"
+
+
+class Box(VerticalScroll):
+    """What stands in a frame with a title, and scrolls if it must."""
+
+    def __init__(self, title: str, hint: str, *children: Widget) -> None:
+        super().__init__(*children)
+        self.border_title, self.border_subtitle = title, hint
+
+
+class Panel(ModalScreen[None]):
+    """A text above the rest, to be read and closed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter,n,e,question_mark", "dismiss", "close", key_display="esc"),
+        Binding("ctrl+c", "app.quit", show=False, priority=True),
+    ]
+
+    def __init__(self, title: str, text: Text) -> None:
+        super().__init__()
+        self._title, self._text = title, text
+
+    def compose(self) -> ComposeResult:
+        """The text, which scrolls."""
+        yield Box(self._title, "esc closes", Static(self._text))
+
+
+class Confirmation(ModalScreen[bool]):
+    """Asks whether it shall be done."""
+
+    AUTO_FOCUS = "Button"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)", "yes"),
+        Binding("n,escape,q", "dismiss(False)", "no"),
+        Binding("ctrl+c", "app.quit", show=False, priority=True),
+    ]
+
+    def __init__(self, question: str, text: Text) -> None:
+        super().__init__()
+        self._question, self._text = question, text
+
+    def compose(self) -> ComposeResult:
+        """What it is about, and two buttons; Enter alone means no."""
+        no = Button("No (n)", compact=True)
+        yes = Button("Yes (y)", id="yes", variant="error", compact=True)
+        yield Box(self._question, "", Static(self._text), Horizontal(no, yes))
+
+    @on(Button.Pressed)
+    def answer(self, event: Button.Pressed) -> None:
+        """A button was clicked."""
+        self.dismiss(event.button.id == "yes")
+
+
+class TopApp(App[None]):
+    """Shows samples as they come, until it is told to quit.
+
+    Args:
+        view: What is shown.
+        arrived: Samples that wait to be shown; another thread adds them.
+        has_ended: Tells whether no more samples come; it raises what went wrong.
+        received: Signals that have come; the first one ends it.
+        is_live: Whether the processes run on this machine now; else nothing is asked of them.
+        read_only: Whether no process can be ended.
+
+    Attributes:
+        failure: What ``has_ended`` has raised.
+    """
+
+    TITLE = "dataparallel monitor top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #head, #machine { height: auto; }
+    #body { scrollbar-size-vertical: 1; }
+    #processes { height: 1fr; scrollbar-size: 0 1; }
+    #processes > .datatable--header { background: $surface; text-style: bold underline; }
+    .hidden { display: none; }
+    Panel, Confirmation { align: center middle; }
+    Box { width: 90%; max-width: 110; height: auto; max-height: 90%; padding: 0 1; }
+    Box { border: round $primary; scrollbar-size-vertical: 1; }
+    Box Static { height: auto; }
+    Box Horizontal { height: auto; align-horizontal: right; margin-top: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark,h", "help", "help", key_display="?", tooltip="all keys"),
+        Binding("q", "quit", "quit", tooltip="quit; so does Ctrl-C"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("n", "messages", show=False, tooltip="all warnings, advice and notes in full"),
+        Binding(
+            "slash",
+            "filter",
+            "filter",
+            key_display="/",
+            tooltip=f"show processes with {_PATTERN}",
+        ),
+        Binding("comma,less_than_sign", "sort(-1)", show=False),
+        Binding(
+            "full_stop,greater_than_sign",
+            "sort(1)",
+            "sort",
+            key_display="<>",
+            tooltip="sort by the column further left or right, or by the one you click on",
+        ),
+        Binding("r", "reverse", show=False, tooltip="sort the other way around"),
+        Binding("t", "tree", "tree", tooltip="processes below their parents"),
+        Binding("e", "environment", "env", tooltip="environment of the process"),
+        Binding("space", "tag", "tag", key_display="space", tooltip="tag a process, or untag it"),
+        Binding("u", "untag", show=False, tooltip="untag all processes"),
+        Binding("I", "end('interrupt')", "int", tooltip="interrupt: SIGINT, as Ctrl-C sends it"),
+        Binding("T", "end('terminate')", "term", tooltip="terminate: SIGTERM, which asks to end"),
+        Binding("K", "end('kill')", "kill", tooltip="kill: SIGKILL, which nothing can refuse"),
+        Binding("d", "light", show=False, tooltip="colors for the other kind of background"),
+    ]
+
+    def __init__(
+        self,
+        view: View,
+        arrived: deque[Sample],
+        has_ended: Callable[[], bool],
+        received: Sequence[int] = (),
+        *,
+        is_live: bool = True,
+        read_only: bool = False,
+    ) -> None:
+        super().__init__()
+        self.theme = "ansi-dark"
+        self.failure: BaseException | None = None
+        self._view = view
+        self._arrived = arrived
+        self._has_ended = has_ended
+        self._received = received
+        self._is_live = is_live
+        self._read_only = read_only
+        self._is_over = False
+        self._rows: list[Row] = []
+        self._parents = HostProcesses()
+        self._sort, self._descending, self._is_tree = "memory", True, False
+        self._tagged: dict[int, ProcessReading] = {}
+        self._head = Static(id="head")
+        self._machine = Static(id="machine")
+        self._body = VerticalScroll(self._machine, id="body")
+        self._table: DataTable[Text] = DataTable(id="processes", cursor_type="row")
+        self._pattern = Input(placeholder=_PATTERN, compact=True, classes="hidden")
+
+    def compose(self) -> ComposeResult:
+        """From top to bottom."""
+        yield from (self._head, self._body, self._table, self._pattern, Footer())
+
+    def on_mount(self) -> None:
+        """Begin to show what comes."""
+        self._make_heads()
+        self._table.focus()
+        self.call_after_refresh(self._tick)
+        self.set_interval(_TICK, self._tick)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Whether a key does something now."""
+        if action == "end":
+            return self._is_live and not self._read_only
+        return self._is_live if action == "environment" else True
+
+    # --- what is shown ---------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if self._received:
+            self.exit()
+            return
+        # Asked first: what came before the end is still to be shown.
+        try:
+            is_over = self._has_ended()
+        except RuntimeError as error:
+            self.failure = error
+            self.exit()
+            return
+        has_changed = bool(self._arrived) or is_over != self._is_over
+        self._is_over = is_over
+        while self._arrived:
+            self._view.add(self._arrived.popleft())
+        if has_changed:
+            self._draw()
+
+    def on_resize(self) -> None:
+        """The terminal has another size, which is known when this has been handled."""
+        self.call_after_refresh(self._draw)
+
+    def _draw(self) -> None:
+        width, height = self.size.width, self.size.height
+        sample = self._view.history.sample
+        head = self._view.heading(width, "the end" if self._is_over else "")
+        head += self._view.summary(width)
+        self._head.update(_joined(head, width))
+        self._draw_rows(() if sample is None else sample.processes)
+        num_rows = min(len(self._rows), max(_FEWEST_ROWS, height // 4))
+        has_table = bool(self._rows or self._pattern.value)
+        self._table.set_class(not has_table, "hidden")
+        room = height - len(head) - 1 - self._pattern.display
+        room -= (num_rows + 1) * has_table
+        for full in (True, False):
+            lines = self._view.machine(width - 1, full=full)
+            if len(lines) <= room:
+                break
+        self._machine.update(_joined(lines, width - 1))
+        self._body.set_styles(height=max(1, min(len(lines), room)) if has_table else "1fr")
+
+    def _draw_rows(self, processes: Sequence[ProcessReading]) -> None:
+        table, own = self._table, self._view.own_pids()
+        before = self._selected
+        rows = arranged(
+            processes, self._sort, descending=self._descending, pattern=self._pattern.value
+        )
+        if self._is_tree:
+            own_rows = [row.process for row in rows]
+            above = process_control.ancestors(own_rows, self._parents) if self._is_live else ()
+            rows = as_tree(rows, above)
+        self._rows = rows
+        running = {row.process.pid for row in rows}
+        self._tagged = {pid: one for pid, one in self._tagged.items() if pid in running}
+        while table.row_count > len(rows):
+            table.remove_row(str(table.row_count - 1))
+        while table.row_count < len(rows):
+            table.add_row(*[Text()] * (len(COLUMNS) + 1), key=str(table.row_count))
+        for place, row in enumerate(rows):
+            for index, cell in enumerate(self._cells(row, own)):
+                if table.get_cell_at(Coordinate(place, index)) != cell:
+                    table.update_cell_at(Coordinate(place, index), cell, update_width=True)
+        keys = [row.key for row in rows]
+        if before is not None and before.key in keys:
+            table.move_cursor(row=keys.index(before.key), scroll=False)
+
+    def _cells(self, row: Row, own: set[int]) -> list[Text]:
+        is_own, is_tagged = row.process.pid in own, row.process.pid in self._tagged
+        style = f"bold {WARNING}" if is_tagged else f"bold {ACCENT}" if is_own else ""
+        cells = [Text.assemble(("●" if is_tagged else ">" if is_own else " ", style))]
+        for column in COLUMNS:
+            cell = Text(justify="right" if column.is_number else "left")
+            cells.append(cell.append(column.text(row), style))
+        return cells
+
+    def _make_heads(self) -> None:
+        self._table.clear(columns=True)
+        self._table.add_column(" ", key=" ")
+        for column in COLUMNS:
+            arrow = ("▼" if self._descending else "▲") if column.name == self._sort else ""
+            head = Text(f"{column.name}{arrow}", justify="right" if column.is_number else "left")
+            self._table.add_column(head, key=column.name)
+
+    @property
+    def _selected(self) -> Row | None:
+        place = self._table.cursor_row
+        return self._rows[place] if 0 <= place < len(self._rows) else None
+
+    # --- keys and mouse --------------------------------------------------------------------------
+
+    def action_help(self) -> None:
+        """Show all keys."""
+        bindings = [one for one in self.BINDINGS if isinstance(one, Binding) and one.tooltip]
+        told = [
+            (one.key_display or one.key, one.tooltip)
+            for one in bindings
+            if self.check_action(one.action.partition("(")[0], ())
+        ]
+        told += [
+            ("↑ ↓ PgUp PgDn", "choose a process, or scroll; so does the mouse"),
+            ("← →", "scroll the table sideways"),
+            ("Tab", "go between the table and what is above it"),
+        ]
+        text = Text()
+        for key, what in told:
+            text.append(f"{key:>14}  ", "bold").append(f"{what}\n")
+        self.push_screen(Panel("keys", text))
+
+    def action_messages(self) -> None:
+        """Show warnings, advice and notes in full."""
+        width = min(104, int(0.9 * self.size.width) - 6)
+        lines = [*self._view.alerts(width), *self._view.notes(width)]
+        self.push_screen(Panel("to look at", Text("\n").join(lines) or Text("nothing")))
+
+    def action_filter(self) -> None:
+        """Ask for a filter."""
+        self._pattern.remove_class("hidden")
+        self._pattern.focus()
+        self._draw()
+
+    @on(Input.Changed)
+    def _filter_now(self) -> None:
+        self._draw()
+
+    @on(Input.Submitted)
+    def _keep_filter(self) -> None:
+        self._pattern.set_class(not self._pattern.value, "hidden")
+        self._table.focus()
+        self._draw()
+
+    def key_escape(self) -> None:
+        """End the filter."""
+        self._pattern.clear()
+        self._keep_filter()
+
+    @on(DataTable.HeaderSelected)
+    def _sort_by_head(self, event: DataTable.HeaderSelected) -> None:
+        name = event.column_key.value
+        if name in NAMES:
+            self._sort_by(name)
+
+    def action_sort(self, step: int) -> None:
+        """Sort by the column further left or right."""
+        self._sort_by(NAMES[(NAMES.index(self._sort) + step) % len(NAMES)])
+
+    def action_reverse(self) -> None:
+        """Sort the other way around."""
+        self._sort_by(self._sort)
+
+    def _sort_by(self, name: str) -> None:
+        is_number = COLUMNS[NAMES.index(name)].is_number and name != "pid"
+        self._descending = not self._descending if name == self._sort else is_number
+        self._sort = name
+        self._make_heads()
+        self._draw()
+
+    def action_tree(self) -> None:
+        """Show processes below their parents, or not any more."""
+        self._is_tree = not self._is_tree
+        self._draw()
+
+    def action_tag(self) -> None:
+        """Tag the selected process, or untag it."""
+        if self._selected is not None:
+            process = self._selected.process
+            if self._tagged.pop(process.pid, None) is None:
+                self._tagged[process.pid] = process
+            self._draw()
+
+    def action_untag(self) -> None:
+        """Untag all processes."""
+        self._tagged.clear()
+        self._draw()
+
+    def action_environment(self) -> None:
+        """Show the environment of the selected process."""
+        if self._selected is None:
+            return
+        process = self._selected.process
+        try:
+            told = process_control.environment(process.pid)
+        except OSError as error:
+            self._tell(error)
+            return
+        text = Text()
+        for name in sorted(told):
+            text.append(clean(name), "bold").append(f"={clean(told[name])}\n")
+        self.push_screen(Panel(f"environment of process {process.pid}", text))
+
+    def action_end(self, how: str) -> None:
+        """Ask whether the tagged processes, or else the selected one, shall be ended."""
+        chosen = list(self._tagged.values())
+        if not chosen and self._selected is not None:
+            chosen = [self._selected.process]
+        if not chosen:
+            return
+        chosen = [one for one in chosen if self._tried(process_control.may_end, one)]
+        text = Text()
+        for one in chosen:
+            told = f"{one.user or units.NOT_AVAILABLE}  {one.command or one.name or ''}"
+            text.append(f"{one.pid:>8}  ", "bold").append(f"{clean(told)}\n")
+
+        def answered(is_wanted: bool | None) -> None:
+            if is_wanted:
+                for one in chosen:
+                    self._tried(process_control.end_process, one, how)
+                self.action_untag()
+
+        if chosen:
+            number = "1 process" if len(chosen) == 1 else f"{len(chosen)} processes"
+            self.push_screen(Confirmation(f"{how} {number}?", text), answered)
+
+    def _tried(self, do: Callable[..., object], process: ProcessReading, *how: str) -> bool:
+        try:
+            do(process.pid, *how, started=process.started)
+        except OSError as error:
+            self._tell(error)
+            return False
+        return True
+
+    def _tell(self, error: OSError) -> None:
+        self.notify(clean(str(error)), severity="error", markup=False)
+
+    def action_light(self) -> None:
+        """Take colors for a bright background, or for a dark one."""
+        self.theme = "ansi-dark" if self.theme == "ansi-light" else "ansi-light"
+
+
+def _joined(lines: Sequence[Text], width: int) -> Text:
+    # Not by textual: it wraps what is too long.
+    for line in lines:
+        line.truncate(width, overflow="crop")
+    return Text("\n").join(lines)
