@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed.autograd
@@ -16,12 +14,12 @@ import torch.distributed.rpc as torch_rpc
 from torch import Tensor
 
 from benchmarks import common
-from benchmarks.common import Line, compare
+from benchmarks.common import compare
 from dataparallel import distributed_autograd as ours
 from dataparallel import torch_internals
 from dataparallel.tools.arguments import Parser, count
-from dataparallel.tools.bench.harness import Task, Tell, measure, team_of
-from dataparallel.tools.bench.output import progress
+from dataparallel.tools.bench import runner
+from dataparallel.tools.bench.harness import Contestant, Outcome, Task, team_of
 
 #: Seconds that one call, and the end of all workers, may take.
 _TIMEOUT = 120.0
@@ -63,41 +61,40 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
     if min(arguments.workers) < 2:
         raise ValueError(f"--workers needs 2 or more, but got {min(arguments.workers)}")
-    lines: list[Line] = []
-    with progress(arguments.rounds * len(arguments.workers)) as tell:
-        for workers in arguments.workers:
-            lines += _measure(workers, arguments, tell)
+    plans = {f"{number} workers": _plan(number, arguments) for number in arguments.workers}
+    return runner.run(arguments, plans, lambda measured: _conclude(measured, arguments))
+
+
+def _plan(workers: int, arguments: argparse.Namespace) -> list[Contestant]:
+    chains = tuple(_chains(arguments))
+    task = AutogradTask("ours", (), chains=chains, transport=arguments.transport)
+    return [team_of(task, "ours", [[]] * workers, "workers", f"{workers} workers")]
+
+
+def _chains(arguments: argparse.Namespace) -> list[tuple[int, int]]:
+    return [*((calls, 4) for calls in arguments.calls), (4, arguments.kib * 256)]
+
+
+def _conclude(
+    measured: Mapping[str, Sequence[Outcome]], arguments: argparse.Namespace
+) -> runner.Report:
+    lines = [
+        compare(
+            f"{workers}: {part}",
+            name_of(*chain),
+            {form: outcome.seconds[f"{form} {part} {name_of(*chain)}"] for form in ENGINES},
+            common.error_of([outcome], name_of(*chain)) == 0.0,
+        )
+        for workers, (outcome,) in measured.items()
+        for part in ("backward", "call")
+        for chain in _chains(arguments)
+    ]
     notes = [
         "ours and torch's in turn in the same processes",
         "call: one call of the forward; calls have 16 bytes, where nothing else is said",
     ]
     title = "backward across workers, and one call of the forward"
-    return common.conclude(title, lines, arguments, notes)
-
-
-def _measure(workers: int, arguments: argparse.Namespace, tell: Tell) -> list[Line]:
-    chains = [*((calls, 4) for calls in arguments.calls), (4, arguments.kib * 256)]
-    with tempfile.TemporaryDirectory() as folder:
-        task = AutogradTask(
-            "ours",
-            (),
-            meeting_point=str(pathlib.Path(folder) / "meeting"),
-            chains=tuple(chains),
-            transport=arguments.transport,
-        )
-        team = team_of(task, "ours", [[]] * workers, "workers", f"{workers} workers")
-        rounds, steps = arguments.rounds, arguments.steps
-        (outcome,), _ = measure(f"{workers} workers", [team], rounds, steps, tell)
-    return [
-        compare(
-            f"{workers} workers: {part}",
-            name_of(*chain),
-            {form: outcome.seconds[f"{form} {part} {name_of(*chain)}"] for form in ENGINES},
-            common.error_of([outcome], name_of(*chain)) == 0.0,
-        )
-        for part in ("backward", "call")
-        for chain in chains
-    ]
+    return common.report(title, lines, arguments, notes)
 
 
 def name_of(calls: int, numbers: int) -> str:
@@ -113,15 +110,12 @@ def name_of(calls: int, numbers: int) -> str:
 class AutogradTask(Task):
     """Chains, each a number of calls and of the numbers that each call sends."""
 
-    module: ClassVar[str] = "benchmarks.autograd"
-
     chains: tuple[tuple[int, int], ...]
     transport: str
 
-
-def begin(task: dict[str, Any]) -> Caller:
-    """What a worker process measures with."""
-    return Caller(AutogradTask(**task))
+    def begin(self) -> Caller:
+        """What measures, in the worker process."""
+        return Caller(self)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import pathlib
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +21,8 @@ from dataparallel import collectives as ours
 from dataparallel import devices, torch_internals
 from dataparallel.threads.apply import parallel_apply
 from dataparallel.tools.arguments import Parser, device_names, names_in
-from dataparallel.tools.bench.harness import Contestant, Task, Tell, largest, measure, team_of
-from dataparallel.tools.bench.output import progress
+from dataparallel.tools.bench import runner
+from dataparallel.tools.bench.harness import Contestant, Outcome, Task, largest, team_of
 from dataparallel.tools.bench.seat import Seat
 
 FORMS = ("local", "process", "hybrid")
@@ -76,28 +74,24 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    lines: list[Line] = []
-    with tempfile.TemporaryDirectory() as folder:
-        plans = {
-            form: plan_members(form, arguments, str(pathlib.Path(folder) / form))
-            for form in arguments.forms
-        }
-        with progress(arguments.rounds * sum(map(len, plans.values()))) as tell:
-            for form, contestants in plans.items():
-                lines += _measure(form, contestants, arguments, tell)
+    plans = {form: plan_members(form, arguments) for form in arguments.forms}
+    return runner.run(arguments, plans, lambda measured: _conclude(measured, arguments))
+
+
+def _conclude(
+    measured: Mapping[str, Sequence[Outcome]], arguments: argparse.Namespace
+) -> runner.Report:
+    lines = [line for form, own in measured.items() for line in _lines(form, own, arguments)]
     notes = [
         "a call and its wait, of the slowest member; size: float32 input of each member",
         f"local, hybrid: replicas on 1, {HYBRID_PROCESSES} x ({', '.join(arguments.devices)}), "
         "torch: in place between as many processes",
         "copy: as many threads, each of which copies a member's input and knows of no other",
     ]
-    title = "collectives: ours beside torch's"
-    return common.conclude(title, lines, arguments, notes)
+    return common.report("collectives: ours beside torch's", lines, arguments, notes)
 
 
-def plan_members(
-    form: str, arguments: argparse.Namespace, meeting_point: str
-) -> tuple[Contestant, ...]:
+def plan_members(form: str, arguments: argparse.Namespace) -> tuple[Contestant, ...]:
     """Who is measured, in the order of a round."""
     own = arguments.devices
     processes = HYBRID_PROCESSES if form == "hybrid" else 1
@@ -110,7 +104,6 @@ def plan_members(
         "ours",
         (),
         replicas=members,
-        meeting_point=meeting_point,
         sizes=tuple(arguments.sizes),
         form=form,
         operations=tuple(arguments.operations) if form == "process" else OPERATIONS[:1],
@@ -126,10 +119,7 @@ def plan_members(
     return (mine, peers, team_of(task, "bare", [own], "copy", "copies"))
 
 
-def _measure(
-    form: str, contestants: Sequence[Contestant], arguments: argparse.Namespace, tell: Tell
-) -> list[Line]:
-    outcomes, _ = measure(form, contestants, arguments.rounds, arguments.steps, tell)
+def _lines(form: str, outcomes: Sequence[Outcome], arguments: argparse.Namespace) -> list[Line]:
     seconds = {key: own for one in outcomes for key, own in one.seconds.items()}
     lines = []
     operations = arguments.operations if form == "process" else OPERATIONS[:1]
@@ -165,16 +155,13 @@ class CollectivesTask(Task):
     ``"ddp"``: processes with one member each; ``"bare"``: threads that copy memory.
     """
 
-    module: ClassVar[str] = "benchmarks.collectives"
-
     sizes: tuple[int, ...]
     form: str
     operations: tuple[str, ...] = OPERATIONS[:1]
 
-
-def begin(task: dict[str, Any]) -> Members:
-    """What a worker process measures with."""
-    return Members(CollectivesTask(**task))
+    def begin(self) -> Members:
+        """What measures, in the worker process."""
+        return Members(self)
 
 
 class Members:

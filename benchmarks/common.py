@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,16 +21,7 @@ from dataparallel.tools.bench.harness import (
     ratios,
     spread,
 )
-from dataparallel.tools.bench.output import (
-    agreement,
-    environment,
-    met,
-    new_table,
-    print_notes,
-    print_table,
-    span,
-    write_json,
-)
+from dataparallel.tools.bench.runner import Report, agreement, met, new_table, span
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: Repetitions of something small beyond which more say nothing new.
@@ -163,32 +153,31 @@ def main(parser: Parser, run: Callable[[argparse.Namespace], int]) -> int:
         parser.error(str(error))
 
 
-def conclude(
+def report(
     title: str, lines: Sequence[Line], arguments: argparse.Namespace, notes: Sequence[str]
-) -> int:
-    """Show what was measured, write it, and return the exit status."""
+) -> Report:
+    """What was measured, and whether all is right and no bar is missed."""
     found = means(lines)
     bar = arguments.bar
     missed = [section for section, (_, mean) in found.items() if bar and mean.median > bar]
-    if arguments.json != "-":
-        console = Console()
-        print_table(build_table(lines, title), console)
-        for section, (peer, mean) in found.items():
-            text = Text(f"{section}: mean of ours / {peer} {mean.median:.3f} ({span(mean)})")
-            if bar:
-                text.append("  bar ").append_text(met(bar, section not in missed))
-            console.print(text)
-        rounds = f"medians of {arguments.rounds} interleaved rounds; means are geometric"
-        print_notes([f"{rounds}; ✓ all results are right", *notes], console)
-    if arguments.json:
-        content = {
-            "setting": {**environment("benchmarks"), **vars(arguments)},
-            "lines": [dataclasses.asdict(line) for line in lines],
-            "means": {section: dataclasses.asdict(mean) for section, (_, mean) in found.items()},
-            "missed": missed,
-        }
-        write_json(arguments.json, content)
-    return int(bool(missed) or not all(line.right for line in lines))
+    told = []
+    for section, (peer, mean) in found.items():
+        text = Text(f"{section}: mean of ours / {peer} {mean.median:.3f} ({span(mean)})")
+        if bar:
+            text.append("  bar ").append_text(met(bar, section not in missed))
+        told.append(text)
+    rounds = f"medians of {arguments.rounds} interleaved rounds; means are geometric"
+    content = {
+        "lines": lines,
+        "means": {section: mean for section, (_, mean) in found.items()},
+        "missed": missed,
+    }
+    return Report(
+        [build_table(lines, title), *told],
+        [f"{rounds}; ✓ all results are right", *notes],
+        content,
+        not missed and all(line.right for line in lines),
+    )
 
 
 def sizes(text: str) -> list[int]:

@@ -12,7 +12,6 @@ Triton's ``do_bench`` does the same without that, and knows no virtual devices.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import statistics
 import time
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from benchmarks import common
@@ -39,14 +37,7 @@ from dataparallel import devices
 from dataparallel.kernels.backend import backend_of
 from dataparallel.tools.arguments import Parser, names_in
 from dataparallel.tools.bench.harness import Spread, Tell, spread
-from dataparallel.tools.bench.output import (
-    environment,
-    met,
-    print_notes,
-    print_table,
-    progress,
-    write_json,
-)
+from dataparallel.tools.bench.runner import Report, met, progress, publish
 
 #: Where memory is what limits; on the CPU, where the references run, fewer are enough.
 SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
@@ -120,22 +111,15 @@ def run(arguments: argparse.Namespace) -> int:
     runs = f"kernels, launched by {type(backend).__name__}" if backend else (
         f"torch reference: no kernels on this device ({device})"
     )  # fmt: skip
-    if arguments.json != "-":
-        console = Console()
-        title = f"{runs}\n{device}, torch {torch.__version__}"
-        print_table(build_table([row.line for row in rows], title), console)
-        for bar in bars:
-            console.print(bar_line(bar))
-        print_notes(_notes(rows, arguments), console)
-    if arguments.json:
-        content = {
-            "setting": {**environment("benchmarks.kernels"), **vars(arguments), "runs": runs},
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "bars": bars,
-        }
-        write_json(arguments.json, content)
-    right = all(row.line.right for row in rows)
-    return int(not right or (arguments.check and any(bar["missed"] for bar in bars)))
+    title = f"{runs}\n{device}, torch {torch.__version__}"
+    missed = arguments.check and any(bar["missed"] for bar in bars)
+    report = Report(
+        [build_table([row.line for row in rows], title), *map(bar_line, bars)],
+        _notes(rows, arguments),
+        {"runs": runs, "rows": rows, "bars": bars},
+        not missed and all(row.line.right for row in rows),
+    )
+    return publish(report, arguments)
 
 
 def _device(given: str | None) -> torch.device:

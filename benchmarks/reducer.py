@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import re
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +15,9 @@ from torch import Tensor, nn
 from benchmarks import common
 from benchmarks.common import Line, compare
 from dataparallel.tools.arguments import Parser, above_zero, names_in
+from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.cases import CASES, criterion, whole_batch
-from dataparallel.tools.bench.harness import (
-    Outcome,
-    Task,
-    Tell,
-    largest,
-    measure,
-    plan_contestants,
-)
-from dataparallel.tools.bench.output import progress
+from dataparallel.tools.bench.harness import Contestant, Outcome, Task, largest, plan_contestants
 from dataparallel.tools.bench.seat import Seat
 
 #: Shapes of parameters by name. Overhead per parameter; bytes; both, as a transformer has them.
@@ -98,12 +89,32 @@ def places(layout: str, device: str) -> list[list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
+    plans = {layout: _plan(layout, arguments) for layout in arguments.layouts}
+    return runner.run(arguments, plans, lambda measured: _conclude(measured, arguments))
+
+
+def _plan(layout: str, arguments: argparse.Namespace) -> tuple[Contestant, ...]:
+    models = tuple(name for name in arguments.overlap if name != "none")
+    task = ReducerTask(
+        "ours",
+        (),
+        gradients=tuple(arguments.gradients),
+        # One replica in one process has nothing to reduce.
+        models=models if layout != "1x1" else (),
+        bucket_cap_mb=arguments.bucket_cap_mb,
+    )
     peers = ["bare"] if arguments.device == "virtual" else ["ddp", "bare"]
-    lines: list[Line] = []
-    turns = len(arguments.layouts) * (1 + len(peers)) * arguments.rounds
-    with progress(turns) as tell:
-        for layout in arguments.layouts:
-            lines += _measure(layout, peers, arguments, tell)
+    return plan_contestants(task, places(layout, arguments.device), peers)
+
+
+def _conclude(
+    measured: Mapping[str, Sequence[Outcome]], arguments: argparse.Namespace
+) -> runner.Report:
+    lines = [
+        _line(phase, layout, outcomes)
+        for layout, outcomes in measured.items()
+        for phase in outcomes[0].seconds
+    ]
     order = list(dict.fromkeys(line.section for line in lines))
     lines.sort(key=lambda line: order.index(line.section))
     notes = [
@@ -115,27 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         "not hide",
     ]
     title = "reducing gradients: one backward of a model that computes next to nothing"
-    return common.conclude(title, lines, arguments, notes)
-
-
-def _measure(
-    layout: str, peers: Sequence[str], arguments: argparse.Namespace, tell: Tell
-) -> list[Line]:
-    devices = places(layout, arguments.device)
-    models = tuple(name for name in arguments.overlap if name != "none")
-    with tempfile.TemporaryDirectory() as folder:
-        task = ReducerTask(
-            "ours",
-            (),
-            meeting_point=str(pathlib.Path(folder) / "meeting"),
-            gradients=tuple(arguments.gradients),
-            # One replica in one process has nothing to reduce.
-            models=models if layout != "1x1" else (),
-            bucket_cap_mb=arguments.bucket_cap_mb,
-        )
-        contestants = plan_contestants(task, devices, peers)
-        outcomes, _ = measure(layout, contestants, arguments.rounds, arguments.steps, tell)
-    return [_line(phase, layout, outcomes) for phase in outcomes[0].seconds]
+    return common.report(title, lines, arguments, notes)
 
 
 def _line(phase: str, layout: str, outcomes: Sequence[Outcome]) -> Line:
@@ -153,16 +144,13 @@ def _line(phase: str, layout: str, outcomes: Sequence[Outcome]) -> Line:
 class ReducerTask(Task):
     """The sets of gradients, and the models whose overlap is measured."""
 
-    module: ClassVar[str] = "benchmarks.reducer"
-
     gradients: tuple[str, ...]
     models: tuple[str, ...] = ()
     bucket_cap_mb: float | None = None
 
-
-def begin(task: dict[str, Any]) -> Reduction:
-    """What a worker process measures with."""
-    return Reduction(ReducerTask(**task))
+    def begin(self) -> Reduction:
+        """What measures, in the worker process."""
+        return Reduction(self)
 
 
 class KnownGradients(nn.Module):
@@ -219,7 +207,7 @@ class Reduction:
         module = CASES[name].build().to(self.seat.device)
         model = self.seat.wrap(module, self.task.bucket_cap_mb)
         # By default a DDP times every hundredth iteration after the first ten.
-        model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[operator]
+        model._set_ddp_runtime_logging_sample_rate(1)
         return model, self.seat.part(inputs), self.seat.part(targets)
 
     def check(self, steps: int) -> dict[str, Any]:

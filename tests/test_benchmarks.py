@@ -20,6 +20,7 @@ from benchmarks.kernel_cases import KernelCase
 from benchmarks.kernels import Turn
 from dataparallel import kernels as our_kernels
 from dataparallel.kernels import backend
+from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.harness import Contestant, Outcome, Spread
 from tests.kernels.host_backend import HostBackend
 
@@ -116,7 +117,8 @@ def test_conclusions(
     told = []
     for json_path in (None, "-"):
         arguments = argparse.Namespace(bar=bar, json=json_path, rounds=1)
-        assert common.conclude("title", lines, arguments, ["a note"]) == status
+        report = common.report("title", lines, arguments, ["a note"])
+        assert runner.publish(report, arguments) == status
         told.append(capsys.readouterr().out)
     assert shown in told[0]
     words = [line.split() for line in told[0].splitlines()]
@@ -133,7 +135,7 @@ def test_conclusions(
 def test_rounds_are_checked_against_known_gradients(kind: Any, devices: tuple[str, ...]) -> None:
     threads = torch.get_num_threads()
     sets = ("small", "mixed")
-    one = reducer.begin(vars(reducer.ReducerTask(kind, devices, replicas=2, gradients=sets)))
+    one = reducer.ReducerTask(kind, devices, replicas=2, gradients=sets).begin()
     assert max(one.check(3)["errors"].values()) < reducer.TOLERANCE
     assert {name: len(each) for name, each in one.run(2).items()} == dict.fromkeys(sets, 2)
     weights = list(one.modules["mixed"].parameters())
@@ -178,7 +180,7 @@ def test_errors_of_results_are_seen() -> None:
     assert math.isnan(collectives.largest_error(wrong * math.nan, right))
     arguments = argparse.Namespace(devices=["cpu"], sizes=[1024], operations=["all_reduce"])
     with pytest.raises(ValueError, match="needs two members or more, but got --devices cpu"):
-        collectives.plan_members("local", arguments, "/nowhere")
+        collectives.plan_members("local", arguments)
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -270,7 +272,7 @@ def test_all_references_on_the_cpu(
     assert run_benchmark("kernels", *SMALL, "--json", "-") == 0
     result = json.loads(capsys.readouterr().out)
     runs = "torch reference: no kernels on this device (cpu)"
-    assert (result["setting"]["runs"], result["bars"]) == (runs, [])
+    assert (result["runs"], result["bars"]) == (runs, [])
     rows = result["rows"]
     assert {each["case"]["kernel"] for each in rows} == set(kernel_cases.KERNELS)
     assert all(each["line"]["right"] and each["launch"] == {} for each in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataparallel.tools import cli
-from dataparallel.tools.bench import projection, scaling
+from dataparallel.tools.bench import projection, runner, scaling
 from dataparallel.tools.bench.costs import LARGE, SMALL
 from dataparallel.tools.bench.harness import Contestant, Outcome
 from dataparallel.tools.bench.projection import INSTANT, Bucket, Costs, Link, explain, project
 
+MIB = 2**20
 #: Forward, backward, optimizer, Python's part; the package's own four; per byte; moved.
 COSTS = Costs(
     *(10.0, 20.0, 2.0, 4.0),
@@ -120,24 +122,46 @@ def test_the_explanation_has_the_numbers_and_links_have_names() -> None:
         assert (place, str(link)) == ("local", told)
 
 
-def test_costs_are_differences_of_what_was_measured() -> None:
-    took = {"forward": 10, "backward": 20, "optimizer": 2, "interpreter": 40, "sum": 6, "pack": 3}
-    took |= {"probe forward": 1, "probe 0": 5, "probe 1": 7, "probe 2": 12, "probe buckets": 13}
-    told = {"bytes": [2 * 2**20, 2**20], "ready": [0.25, 0.9], "batch": 100}
-    who = Contestant("x", "x", ())
-    alone = Outcome(who, [told], {name: (float(each),) for name, each in took.items()}, [])
-    over = {"small": (3.0 + SMALL,), "large": (3.0 + LARGE,), "probe 1": (10.5 + SMALL,)}
-    between = Outcome(who, [], over, [])
-    assert scaling.link_of(between) == Link(1.0, 1.5)
-    found = scaling.costs_of(alone, between, None, 4)
-    assert (found.interpreter, found.own, found.own_replica) == (10.0, 2.0, 4.0)
-    assert (found.own_process, found.own_bucket, found.cores) == (0.5, 1.0, 4)
-    assert found.sum_per_byte == 2 * found.pack_per_byte == 6 / (3 * 2**20)
-    assert found.alone == [Bucket(3 * 2**20, 0.9)]
+TOOK: dict[str, dict[str, float]] = {
+    "alone": {
+        **{"forward": 10, "backward": 20, "optimizer": 2, "interpreter": 40, "sum": 6, "pack": 3},
+        **{"probe forward": 1, "probe 0": 5, "probe 1": 7, "probe 2": 12, "probe buckets": 13},
+    },
+    "between": {"small": 3 + SMALL, "large": 3 + LARGE, "probe 1": 10.5 + SMALL},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "cores", "moved", "alone"),
+    [("", 2, 0, [3]), ("--bucket-cap-mb 0.5", 2, 0, [2, 1]), ("--device 0", None, 3, [3])],
+)
+def test_costs_are_differences_of_what_was_measured(
+    words: str,
+    cores: int | None,
+    moved: int,
+    alone: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = {"bytes": [2 * MIB, MIB], "ready": [0.25, 0.9], "batch": 100}
+
+    def measure(case: str, contestants: Sequence[Contestant], *_: Any) -> list[Outcome]:
+        rounds = [{name: (float(s),) for name, s in TOOK[c.name].items()} for c in contestants]
+        return [Outcome(*each, []) for each in zip(contestants, [[told]] * 2, rounds, strict=True)]
+
+    monkeypatch.setattr(runner, "measure", measure)
+    monkeypatch.setattr(scaling, "usable_cores", lambda: 2)
+    assert cli.main(["bench", "scaling", "--cases", "mlp", "--json", "-", *words.split()]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert case["measured_link"] == {"bandwidth": 1.0, "latency": 1.5}
+    found = case["costs"]
+    assert (found["interpreter"], found["own"], found["own_replica"]) == (10.0, 2.0, 4.0)
+    assert (found["own_process"], found["own_bucket"], found["cores"]) == (0.5, 1.0, cores)
+    assert found["sum_per_byte"] == 2 * found["pack_per_byte"] == 6 / (3 * MIB)
+    assert found["moved"] == (moved * MIB + 100 if moved else 0)
+    assert [each["bytes"] / MIB for each in found["alone"]] == alone
     # The first bucket is full with 1 MiB, and has what comes first.
-    assert found.across == [Bucket(2 * 2**20, 0.25), Bucket(2**20, 0.9)]
-    assert scaling.costs_of(alone, between, 0.5, None).alone == found.across
-    assert scaling.costs_of(alone, between, None, None).moved == 3 * 2**20 + 100
+    assert found["across"] == [{"bytes": 2 * MIB, "ready": 0.25}, {"bytes": MIB, "ready": 0.9}]
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -158,5 +182,3 @@ def test_a_small_run(
     for check in case["checks"]:
         ratio = check["projection"]["seconds"] / check["measured"]["median"]
         assert check["error"] == pytest.approx(ratio - 1)
-    assert cli.main(["bench", "scaling", "--check", "--device", "virtual:0"]) == 2
-    assert "--check is for CPU replicas, but" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The models that `bench train` measures, each chosen for what limits it."""
+"""The models that are measured, each chosen for what limits it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ import torch
 from torch import Tensor, nn
 
 
+def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of logits ``(..., classes)`` and targets ``(...)``."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """A model and its batch.
 
     Attributes:
-        name: The word on the command line.
         batch: Number of samples of the whole batch, over all replicas.
         build: Makes the model, from torch's default generator.
-        data: Makes inputs and class targets for a number of samples.
+        data: Makes inputs and targets for a number of samples.
+        criterion: The mean loss of outputs and targets.
+        rate: Learning rate of SGD.
     """
 
-    name: str
     batch: int
     build: Callable[[], nn.Module]
     data: Callable[[int], tuple[Tensor, Tensor]]
+    criterion: Callable[[Tensor, Tensor], Tensor] = criterion
+    rate: float = 0.01
 
 
 def _mlp(width: int, depth: int = 8) -> nn.Module:
@@ -59,11 +66,6 @@ class _Transformer(nn.Module):
         return logits
 
 
-def criterion(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of logits ``(..., classes)`` and targets ``(...)``."""
-    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
 def _vectors(width: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return lambda samples: (torch.randn(samples, width), torch.randint(10, (samples,)))
 
@@ -78,16 +80,32 @@ def _tokens(samples: int) -> tuple[Tensor, Tensor]:
 
 #: By name.
 CASES = {
-    case.name: case
-    for case in (
-        # Matrix products; memory traffic; number of launches; a usual mixture; convolution.
-        Case("mlp", 256, lambda: _mlp(1024), _vectors(1024)),
-        Case("wide", 128, lambda: _mlp(2048), _vectors(2048)),
-        Case("deep", 64, lambda: _mlp(64, 200), _vectors(64)),
-        Case("transformer", 16, _Transformer, _tokens),
-        Case("conv", 32, _conv, _images),
-    )
+    # Matrix products; memory traffic; number of launches; a usual mixture; convolution.
+    "mlp": Case(256, lambda: _mlp(1024), _vectors(1024)),
+    "wide": Case(128, lambda: _mlp(2048), _vectors(2048)),
+    "deep": Case(64, lambda: _mlp(64, 200), _vectors(64)),
+    "transformer": Case(16, _Transformer, _tokens),
+    "conv": Case(32, _conv, _images),
 }
+
+
+def case_of(name: str) -> Case:
+    """One of :data:`CASES`; or for a number, so many parameters and next to no arithmetic."""
+    if name in CASES:
+        return CASES[name]
+    layers, width = int(name) // 2, 4
+
+    def build() -> nn.Module:
+        stack = [nn.Linear(width, width) for _ in range(layers)]
+        for layer in stack:
+            # So that a thousand of them neither shrink nor swell what passes through.
+            nn.init.orthogonal_(layer.weight)
+        return nn.Sequential(*stack)
+
+    def data(samples: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(samples, width), torch.randn(samples, width)
+
+    return Case(16, build, data, nn.functional.mse_loss, rate=0.1 / layers)
 
 
 def whole_batch(case: str, replicas: int) -> int:

@@ -128,20 +128,17 @@ def _add_scaling(subjects: Subparsers) -> None:
         help="as the wrapper's; default: its own")  # fmt: skip
     add("--check", action="store_true",
         help="measure 1x1, 1x2, 2x1 and 2x2 on this CPU, too, and show the error")  # fmt: skip
-    add_rounds(parser, steps="10")
+    # Within 26 steps a wrapper has found out whether its replicas better run in turn.
+    add_rounds(parser, steps=10)
 
 
-def add_rounds(
-    parser: argparse.ArgumentParser,
-    rounds: int = 7,
-    steps: str = "about half a second's worth",
-) -> None:
+def add_rounds(parser: argparse.ArgumentParser, rounds: int = 7, steps: int | None = None) -> None:
     """The options that all benchmarks have, those of developers too."""
-    add = parser.add_argument
+    add, usual = parser.add_argument, "about half a second's worth"
     add("--rounds", type=count, default=rounds, metavar="N",
         help=f"turns of each contestant; default: {rounds}")  # fmt: skip
-    add("--steps", type=count, default=None, metavar="N",
-        help=f"repetitions per turn; default: {steps}")  # fmt: skip
+    add("--steps", type=count, default=steps, metavar="N",
+        help=f"repetitions per turn; default: {steps or usual}")  # fmt: skip
     add("--json", metavar="FILE", help="write all rounds and conclusions to FILE, or to - (stdout)")
 
 

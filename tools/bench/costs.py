@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,12 @@ SMALL, LARGE = 4 * 2**10, 16 * 2**20
 class CostTask(Task):
     """Measure the parts of a step of one replica; in several processes, what they add."""
 
-    module: ClassVar[str] = __name__
-
     case: str
     samples: int
 
-
-def begin(task: dict[str, Any]) -> Meter:
-    """What a worker process measures with."""
-    return Meter(CostTask(**task))
+    def begin(self) -> Meter:
+        """What measures, in the worker process."""
+        return Meter(self)
 
 
 class Meter:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import math
 import multiprocessing
 import os
+import pathlib
 import statistics
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from dataparallel.tools.doctor.check import usable_cores
 
@@ -28,10 +30,8 @@ Tell = Callable[[str, int], None]
 
 #: Steps whose results are compared before anything is measured.
 CHECK_STEPS = 3
-#: Seconds that a worker may take to import torch, build what it needs and make its model.
-START_TIMEOUT = 300.0
-#: Seconds that one round may take.
-ROUND_TIMEOUT = 300.0
+#: Seconds that a worker may take to import torch and make its model, and for each turn.
+_TIMEOUT = 300.0
 #: Workers are started anew: what this process has loaded must not count as theirs.
 _context: Any = multiprocessing.get_context("spawn")
 #: Seconds that a contestant's turn should last where the number of steps is not given.
@@ -55,11 +55,9 @@ class Task:
         wrapper: Which of our wrappers is ours.
         rank: Index of the process within the contestant.
         world_size: Number of processes of the contestant.
-        meeting_point: File through which the processes of one contestant find each other.
+        meeting_point: File through which the processes of one contestant find each other; the
+            harness names it.
     """
-
-    #: Whose function ``begin`` takes the fields of the task, and returns what measures.
-    module: ClassVar[str] = ""
 
     kind: Kind
     devices: tuple[str, ...]
@@ -74,6 +72,10 @@ class Task:
     def joins(self) -> bool:
         """Whether the process is member of a process group."""
         return self.kind == "ddp" or self.world_size > 1
+
+    def begin(self) -> Measurement:
+        """What measures, in the worker process."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,6 @@ def team_of(
             devices=tuple(own),
             rank=rank,
             world_size=len(devices),
-            # Contestants are there at the same time, and must not meet each other.
-            meeting_point=f"{task.meeting_point}-{name}",
         )
         for rank, own in enumerate(devices)
     ]
@@ -144,7 +144,7 @@ class WorkerError(RuntimeError):
 
 
 class Measurement(Protocol):
-    """What the function ``begin`` of a task's module returns for the fields of the task."""
+    """What a task begins."""
 
     def check(self, steps: int) -> dict[str, Any]:
         """Do some steps, and tell what shows that the results are right."""
@@ -159,13 +159,12 @@ class Measurement(Protocol):
         ...
 
 
-def _work(requests: Connection, module: str, fields: dict[str, Any]) -> None:
+def _work(requests: Connection, task: Task) -> None:
     """Measure in a worker process when it is told to, until ``finish``."""
     # What libraries print must not mix with results on the standard output.
     os.dup2(2, 1)
     try:
-        measurement: Measurement = importlib.import_module(module).begin(fields)
-        requests.send({})
+        measurement = task.begin()
         do = ""
         while do != "finish":
             do, details = requests.recv()
@@ -174,72 +173,51 @@ def _work(requests: Connection, module: str, fields: dict[str, Any]) -> None:
         requests.send(traceback.format_exc())
 
 
-class Worker:
-    """One worker process, as seen from the process that directs; messages call it ``label``."""
+class Team:
+    """The worker processes of one contestant, directed as one."""
 
-    def __init__(self, task: Task, label: str) -> None:
-        self.label = label
-        self._requests, end = _context.Pipe()
-        self._process = _context.Process(
-            target=_work, args=(end, task.module, dataclasses.asdict(task)), daemon=True
-        )
-        self._process.start()
-        # Where the process has no more of it, this side sees the end.
-        end.close()
+    def __init__(self, contestant: Contestant, folder: str) -> None:
+        self._name = contestant.name
+        self._workers: list[tuple[Any, Connection]] = []
+        # Contestants are there at the same time, and must not meet each other.
+        meeting_point = str(pathlib.Path(folder) / contestant.name)
+        for task in contestant.tasks:
+            task = dataclasses.replace(task, meeting_point=meeting_point)
+            requests, end = _context.Pipe()
+            process = _context.Process(target=_work, args=(end, task), daemon=True)
+            process.start()
+            # Where the process has no more of it, this side sees the end.
+            end.close()
+            self._workers.append((process, requests))
 
-    def ask(self, do: str, **details: Any) -> None:
-        """Send a request; :meth:`answer` waits for what comes back."""
-        # One that has ended is found out by waiting for its answer.
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.send((do, details))
+    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
+        """What each process answers; the first answer comes when it has begun."""
+        for _, requests in self._workers:
+            # One that has ended is found out by waiting for its answer.
+            with contextlib.suppress(BrokenPipeError):
+                requests.send((do, details))
+        return [self._answer(rank, *each) for rank, each in enumerate(self._workers)]
 
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """The answer to the last request, which comes within ``timeout`` seconds."""
-        if not self._requests.poll(timeout):
-            raise WorkerError(f"worker {self.label} did not answer within {timeout:.0f} s")
+    def _answer(self, rank: int, process: Any, requests: Connection) -> dict[str, Any]:
+        who = f"worker {rank} of {self._name}"
+        if not requests.poll(_TIMEOUT):
+            raise WorkerError(f"{who} did not answer within {_TIMEOUT:.0f} s")
         try:
-            answer = self._requests.recv()
+            answer = requests.recv()
         except (EOFError, ConnectionResetError) as error:
-            self._process.join(timeout)
-            status = self._process.exitcode
-            raise WorkerError(f"worker {self.label} ended with status {status}") from error
+            process.join(_TIMEOUT)
+            raise WorkerError(f"{who} ended with status {process.exitcode}") from error
         if isinstance(answer, str):
-            raise WorkerError(f"worker {self.label} has failed:\n{answer}")
+            raise WorkerError(f"{who} has failed:\n{answer}")
         found: dict[str, Any] = answer
         return found
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
-        self._process.kill()
-        self._process.join()
-        self._requests.close()
-
-
-class Team:
-    """The workers of one contestant, directed as one."""
-
-    def __init__(self, contestant: Contestant) -> None:
-        several = len(contestant.tasks) > 1
-        self._workers = [
-            Worker(task, f"{contestant.name} (process {task.rank})" if several else contestant.name)
-            for task in contestant.tasks
-        ]
-
-    def start(self) -> None:
-        """Wait until all are ready."""
-        for worker in self._workers:
-            worker.answer(START_TIMEOUT)
-
-    def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
-        """What each process answers."""
-        for worker in self._workers:
-            worker.ask(do, **details)
-        return [worker.answer(ROUND_TIMEOUT) for worker in self._workers]
-
-    def close(self) -> None:
-        """End the workers, whatever they are doing."""
-        for worker in self._workers:
-            worker.close()
+        """End the processes, whatever they are doing."""
+        for process, requests in self._workers:
+            process.kill()
+            process.join()
+            requests.close()
 
 
 # --- rounds ------------------------------------------------------------------------------------
@@ -254,12 +232,14 @@ class Outcome:
         checked: What each process said of the first steps.
         seconds: By phase, per round the median of its repetitions.
         finished: What each process concluded.
+        steps: Repetitions per turn.
     """
 
     contestant: Contestant
     checked: Sequence[Mapping[str, Any]]
     seconds: Mapping[str, tuple[float, ...]]
     finished: Sequence[Mapping[str, Any]]
+    steps: int = 1
 
 
 def measure(
@@ -268,7 +248,7 @@ def measure(
     rounds: int,
     steps: int | None,
     tell: Tell = lambda what, begun: None,
-) -> tuple[list[Outcome], int]:
+) -> list[Outcome]:
     """Measure contestants interleaved: A B C A B C ..., only one busy at a time.
 
     Args:
@@ -279,22 +259,25 @@ def measure(
         tell: Told what happens next.
 
     Returns:
-        What was measured, in the order of ``contestants``, and the repetitions per turn.
+        What came back, in the order of ``contestants``.
     """
     with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         teams: list[Team] = []
         for contestant in contestants:
-            teams.append(Team(contestant))
+            teams.append(Team(contestant, folder))
             stack.callback(teams[-1].close)
         checked = []
         for contestant, team in zip(contestants, teams, strict=True):
             tell(f"{name}: starting {contestant.title}", 0)
-            team.start()
             checked.append(team.ask("check", steps=CHECK_STEPS))
         # The first repetitions fill caches and allocators, and tell how long one takes.
-        first = [_turn(team.ask("run", steps=5)) for team in teams]
-        slowest = max(sum(seconds.values()) for seconds in first)
-        steps = steps or min(200, max(3, math.ceil(_TURN / slowest)))
+        took = []
+        for team in teams:
+            begin = time.perf_counter()
+            team.ask("run", steps=5)
+            took.append((time.perf_counter() - begin) / 5)
+        steps = steps or min(200, max(3, math.ceil(_TURN / max(took))))
         turns: list[list[dict[str, float]]] = [[] for _ in teams]
         for number in range(rounds):
             for contestant, team, own in zip(contestants, teams, turns, strict=True):
@@ -302,11 +285,10 @@ def measure(
                 own.append(_turn(team.ask("run", steps=steps)))
         tell(f"{name}: checking", 0)
         finished = [team.ask("finish") for team in teams]
-    outcomes = [
-        Outcome(who, said, {phase: tuple(turn[phase] for turn in own) for phase in own[0]}, last)
-        for who, said, own, last in zip(contestants, checked, turns, finished, strict=True)
+    phases = [{phase: tuple(turn[phase] for turn in own) for phase in own[0]} for own in turns]
+    return [
+        Outcome(*each, steps) for each in zip(contestants, checked, phases, finished, strict=True)
     ]
-    return outcomes, steps
 
 
 def _turn(answers: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -4,66 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dataparallel.errors import needs_extra
-from dataparallel.tools.bench.harness import (
-    Contestant,
-    Kind,
-    Outcome,
-    Spread,
-    measure,
-    ratios,
-    spread,
-    team_of,
-)
-from dataparallel.tools.bench.host_steps import HostTask
-from dataparallel.tools.bench.output import (
-    environment,
-    new_table,
-    print_notes,
-    print_table,
-    progress,
-    write_json,
-)
-from dataparallel.tools.bench.results import agree
+from dataparallel.tools.bench import runner
+from dataparallel.tools.bench.harness import Contestant, Kind, Outcome, team_of
+from dataparallel.tools.bench.results import Row, summarize
+from dataparallel.tools.bench.trainer import TrainTask
 from dataparallel.tools.monitor.command import SUFFIXES
 
 _WRAPPERS: dict[Literal["dp", "ddp"], str] = {"dp": "our DP", "ddp": "our DDP"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contestant with one model.
-
-    Attributes:
-        contestant: Key of the contestant.
-        title: What is shown.
-        replicas: How many it has; of those without a wrapper of ours, how many parts of the batch.
-        rounds: By phase and clock, such as ``"forward wall"`` and ``"step processor"``: seconds of
-            one repetition, by round the median.
-        seconds: The same over all rounds.
-        over_bare: Wall time of the step over that of the bare module, round by round.
-        counts: What a steady step does, by what is counted.
-        agrees: Whether losses and gradient norms are the bare module's, to rounding.
-    """
-
-    contestant: str
-    title: str
-    replicas: int
-    rounds: dict[str, tuple[float, ...]]
-    seconds: dict[str, Spread]
-    over_bare: Spread
-    counts: dict[str, Any]
-    agrees: bool
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,25 +25,24 @@ def run(arguments: argparse.Namespace) -> int:
     draw = _drawing(arguments.plot) if arguments.plot else None
     if any(number % 2 for number in arguments.parameters):
         raise ValueError("each layer has two parameters, so --parameters takes even numbers")
-    with tempfile.TemporaryDirectory() as folder:
-        contestants = plan(arguments, str(pathlib.Path(folder) / "meeting"))
-        with progress(len(contestants) * arguments.rounds) as tell:
-            rounds, steps = arguments.rounds, arguments.steps
-            outcomes, steps = measure("host", contestants, rounds, steps, tell)
-    results = {number: conclude(outcomes, number) for number in arguments.parameters}
-    if arguments.json != "-":
-        _print(results, arguments)
-    if arguments.json:
-        options = {name: value for name, value in vars(arguments).items() if name != "run"}
-        models = [
-            {"parameters": number, "rows": [dataclasses.asdict(row) for row in rows]}
+
+    def conclude(measured: Mapping[str, Sequence[Outcome]]) -> runner.Report:
+        outcomes = measured["host"]
+        results = {n: summarize(outcomes, str(n), "step wall") for n in arguments.parameters}
+        if draw:
+            draw(results, arguments.devices, arguments.plot)
+        cases = [
+            {"parameters": number, "steps_per_round": outcomes[0].steps, "rows": rows}
             for number, rows in results.items()
         ]
-        setting = {**environment(), **options, "steps_per_round": steps}
-        write_json(arguments.json, {"setting": setting, "models": models})
-    if draw:
-        draw(results, arguments.devices, arguments.plot)
-    return int(not all(row.agrees for rows in results.values() for row in rows))
+        return runner.Report(
+            [_table(rows, number, arguments.devices) for number, rows in results.items()],
+            _notes(arguments),
+            {"cases": cases},
+            all(row.agrees for rows in results.values() for row in rows),
+        )
+
+    return runner.run(arguments, {"host": _plan(arguments)}, conclude)
 
 
 def _drawing(target: str) -> Any:
@@ -101,73 +54,39 @@ def _drawing(target: str) -> Any:
     return draw
 
 
-# --- plan --------------------------------------------------------------------------------------
-
-
-def plan(arguments: argparse.Namespace, meeting_point: str) -> list[Contestant]:
+def _plan(arguments: argparse.Namespace) -> list[Contestant]:
     """Bare, halves, torch DDP where it can be, and ours with each number of replicas."""
-    task = HostTask(
+    task = TrainTask(
         "ours",
         (),
-        parameters=tuple(arguments.parameters),
+        cases=tuple(map(str, arguments.parameters)),
         batch=2 * max(8, *arguments.replicas),
-        meeting_point=meeting_point,
+        counts=True,
     )
 
-    def entry(kind: Kind, replicas: int, name: str, title: str) -> Contestant:
-        devices = _slots(arguments.devices, replicas if kind == "ours" else 1)
-        return team_of(dataclasses.replace(task, replicas=replicas), kind, [devices], name, title)
+    def entry(kind: Kind, name: str, title: str, replicas: int = 1, **more: Any) -> Contestant:
+        device, number = arguments.devices, replicas if kind == "ours" else 1
+        slots = [f"virtual:{i}" if device == "virtual" else device for i in range(number)]
+        own = dataclasses.replace(task, replicas=replicas, **more)
+        return team_of(own, kind, [slots], name, title)
 
     contestants = [
-        entry("bare", 1, "bare", "bare module"),
-        entry("bare", 2, "halves", "two halves"),
+        entry("bare", "bare", "bare module"),
+        entry("bare", "halves", "two halves", 2, chunks=2),
     ]
     if not arguments.devices.startswith("virtual"):
-        contestants.append(entry("ddp", 1, "ddp", "torch DDP"))
+        contestants.append(entry("ddp", "ddp", "torch DDP"))
     for wrapper, title in _WRAPPERS.items():
-        task = dataclasses.replace(task, wrapper=wrapper)
         for number in arguments.replicas:
-            contestants.append(entry("ours", number, f"{wrapper}{number}", f"{title} {number}"))
+            name = f"{wrapper}{number}"
+            contestants.append(entry("ours", name, f"{title} {number}", number, wrapper=wrapper))
     return contestants
 
 
-def _slots(device: str, number: int) -> list[str]:
-    return [f"virtual:{i}" if device == "virtual" else device for i in range(number)]
-
-
-# --- conclusions -------------------------------------------------------------------------------
-
-
-def conclude(outcomes: Sequence[Outcome], parameters: int) -> list[Row]:
-    """The lines of one model; the bare module is the first contestant."""
-    key = str(parameters)
-    bare = outcomes[0]
-    rows = []
-    for outcome in outcomes:
-        rounds = {
-            phase.removeprefix(f"{key} "): times
-            for phase, times in outcome.seconds.items()
-            if phase.startswith(f"{key} ")
-        }
-        who = outcome.contestant
-        row = Row(
-            contestant=who.name,
-            title=who.title,
-            replicas=who.tasks[0].replicas,
-            rounds=rounds,
-            seconds={phase: spread(times) for phase, times in rounds.items()},
-            over_bare=ratios(rounds["step wall"], bare.seconds[f"{key} step wall"]),
-            counts=outcome.finished[0][key],
-            agrees=agree(outcome.checked[0][key], bare.checked[0][key]),
-        )
-        rows.append(row)
-    return rows
-
-
-def build_table(rows: Sequence[Row], title: str) -> Table:
+def _table(rows: Sequence[Row], parameters: int, device: str) -> Table:
     """One line per contestant."""
-    table = new_table(
-        title,
+    table = runner.new_table(
+        f"{parameters} parameters on {device}: host microseconds, and counts of a step",
         *("for-\nward", "back-\nward", "step", "CPU", "x\nbare", "min..max"),
         *("calls,\nours", "calls,\nall", "opera-\ntors", "KiB", "blocks", "waits"),
         # Many columns, and 100 characters.
@@ -176,6 +95,7 @@ def build_table(rows: Sequence[Row], title: str) -> Table:
     phases = ("forward wall", "backward wall", "step wall", "step processor")
     for row in rows:
         counts, over = row.counts, row.over_bare
+        assert over is not None
         table.add_row(
             Text(row.title if row.agrees else f"{row.title} ✗", style="" if row.agrees else "red"),
             *(f"{row.seconds[phase].median * 1e6:.0f}" for phase in phases),
@@ -191,20 +111,10 @@ def build_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def _print(results: Mapping[int, Sequence[Row]], arguments: argparse.Namespace) -> None:
-    console = Console()
-    for number, rows in results.items():
-        title = (
-            f"{number} parameters on {arguments.devices}: host microseconds, and counts of a step"
-        )
-        print_table(build_table(rows, title), console)
-    print_notes(_notes(arguments), console)
-
-
 def _notes(arguments: argparse.Namespace) -> list[str]:
     return [
         f"medians of {arguments.rounds} interleaved rounds; our DP 2: DataParallel, two replicas",
-        "step: zero_grad, forward, backward with the loss, optimizer; CPU: time of all threads",
+        "step: zero_grad, forward with the loss, backward, optimizer; CPU: time of all threads",
         "x bare: step / that of the bare module, in each round; ✗: it computes something else",
         "calls: of Python functions, of this package and in all",
         "KiB: copied by operators that only copy; blocks: of memory, new in operators' results",

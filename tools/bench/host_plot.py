@@ -12,7 +12,7 @@ from matplotlib.ticker import ScalarFormatter, StrMethodFormatter
 from dataparallel.tools.monitor.palette import LINE_COLORS
 
 if TYPE_CHECKING:
-    from dataparallel.tools.bench.host import Row
+    from dataparallel.tools.bench.results import Row
 
 _MARKERS = "osD^vP*X"
 

@@ -1,18 +1,13 @@
-"""What `bench train` concludes from the rounds, and how it shows it."""
+"""What is concluded from the rounds of contestants that train: ratios, memory, who agrees."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from dataparallel.tools.bench.harness import Outcome, Spread, geometric_mean, ratios, spread
-from dataparallel.tools.bench.output import agreement, new_table, span, three_digits
+from dataparallel.tools.bench.harness import Outcome, Spread, ratios, spread
 
 #: Largest relative difference of losses and gradient norms that counts as rounding.
 TOLERANCE = 1e-4
@@ -20,60 +15,66 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's line in the results.
+    """One contestant's line in the results of a case.
 
     Attributes:
         contestant: Key of the contestant.
         title: What is shown.
-        rounds: Seconds of one repetition, by round the median.
+        replicas: How many parts of the batch it has.
+        rounds: By phase, seconds of one repetition, by round the median.
         seconds: The same over all rounds.
-        speedup: Time of the bare module over this contestant's, round by round; None without it.
-        ours_over_this: Time of ours over this contestant's, round by round.
+        over_bare: Time over that of the bare module, round by round; None without it.
         host_bytes: Peak host memory beyond the level before the model, summed over the processes.
         device_bytes: The same on accelerators.
-        memory_ratio: Memory of ours over this contestant's: of accelerators where they are used,
-            else of the host; None where one of them took none.
         losses: Loss of the whole batch at each of the first steps.
         gradient_norms: Norm of the whole gradient at each of the first steps.
-        agrees: Whether losses and gradient norms are the reference's, to rounding.
+        agrees: Whether losses and gradient norms are those of the bare module, or else of ours, to
+            rounding.
+        counts: What a steady step does, by what is counted; empty where that is not asked for.
     """
 
     contestant: str
     title: str
-    rounds: tuple[float, ...]
-    seconds: Spread
-    speedup: Spread | None
-    ours_over_this: Spread
+    replicas: int
+    rounds: dict[str, tuple[float, ...]]
+    seconds: dict[str, Spread]
+    over_bare: Spread | None
     host_bytes: int
     device_bytes: int
-    memory_ratio: float | None
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     agrees: bool
+    counts: dict[str, Any]
 
 
-def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Compare the contestants of a case, ours first; the reference is the bare module, or ours."""
-    ours = outcomes[0]
-    bare = next((each for each in outcomes if each.contestant.name == "bare"), None)
-    return [_row(each, ours, bare) for each in outcomes]
+def summarize(outcomes: Sequence[Outcome], case: str, phase: str) -> list[Row]:
+    """Compare the contestants in a case by their times of a phase."""
+    named = {each.contestant.name: each for each in outcomes}
+    return [_row(each, named, case, f"{case} {phase}") for each in outcomes]
 
 
-def _row(outcome: Outcome, ours: Outcome, bare: Outcome | None) -> Row:
-    rounds, said = outcome.seconds["step"], outcome.checked[0]
+def _row(outcome: Outcome, named: Mapping[str, Outcome], case: str, phase: str) -> Row:
+    bare, ours = named.get("bare"), named.get("ours")
+    said, reference = outcome.checked[0][case], (bare or ours or outcome).checked[0][case]
+    rounds = {
+        name.removeprefix(f"{case} "): times
+        for name, times in outcome.seconds.items()
+        if name.startswith(f"{case} ")
+    }
+    times = outcome.seconds[phase]
     return Row(
         contestant=outcome.contestant.name,
         title=outcome.contestant.title,
+        replicas=outcome.contestant.tasks[0].replicas,
         rounds=rounds,
-        seconds=spread(rounds),
-        speedup=ratios(bare.seconds["step"], rounds) if bare else None,
-        ours_over_this=ratios(ours.seconds["step"], rounds),
-        host_bytes=_memory(outcome, "host_bytes"),
-        device_bytes=_memory(outcome, "device_bytes"),
-        memory_ratio=_memory_ratio(ours, outcome),
+        seconds={name: spread(each) for name, each in rounds.items()},
+        over_bare=ratios(times, bare.seconds[phase]) if bare else None,
+        host_bytes=sum(each["host_bytes"] for each in outcome.finished),
+        device_bytes=sum(each["device_bytes"] for each in outcome.finished),
         losses=tuple(said["losses"]),
         gradient_norms=tuple(said["gradient_norms"]),
-        agrees=agree(said, (bare or ours).checked[0]),
+        agrees=agree(said, reference),
+        counts=outcome.finished[0].get("counts", {}).get(case, {}),
     )
 
 
@@ -84,85 +85,3 @@ def agree(these: Mapping[str, Any], those: Mapping[str, Any]) -> bool:
         for what in ("losses", "gradient_norms")
         for a, b in zip(these[what], those[what], strict=True)
     )
-
-
-def _memory(outcome: Outcome, where: str) -> int:
-    return sum(answer[where] for answer in outcome.finished)
-
-
-def _memory_ratio(ours: Outcome, other: Outcome) -> float | None:
-    both = (ours, other)
-    on_devices = any(_memory(each, "device_bytes") for each in both)
-    sizes = [_memory(each, "device_bytes" if on_devices else "host_bytes") for each in both]
-    return sizes[0] / sizes[1] if all(sizes) else None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Ours over one peer, over all cases.
-
-    Attributes:
-        title: The peer, as it is shown.
-        time_mean: Geometric mean of the ratios of times.
-        time_worst: The largest of them.
-        worst: The case that has it.
-        memory_mean: Geometric mean of the ratios of memory; None where it is not known of all.
-    """
-
-    title: str
-    time_mean: Spread
-    time_worst: float
-    worst: str
-    memory_mean: float | None
-
-
-def compare(results: Mapping[str, Sequence[Row]], peer: str) -> Comparison:
-    """Ours beside one peer, which takes part in every case."""
-    rows = {case: next(r for r in own if r.contestant == peer) for case, own in results.items()}
-    worst = max(rows, key=lambda case: rows[case].ours_over_this.median)
-    memory = [row.memory_ratio for row in rows.values()]
-    known = [ratio for ratio in memory if ratio is not None]
-    return Comparison(
-        rows[worst].title,
-        geometric_mean(row.ours_over_this for row in rows.values()),
-        rows[worst].ours_over_this.median,
-        worst,
-        statistics.geometric_mean(known) if len(known) == len(memory) else None,
-    )
-
-
-def describe(comparison: Comparison) -> str:
-    """A comparison in a line."""
-    mean = comparison.time_mean
-    memory = comparison.memory_mean
-    return (
-        f"ours / {comparison.title}: time {mean.median:.3f} ({span(mean)}), worst "
-        f"{comparison.time_worst:.3f} ({comparison.worst})"
-        + (f"; memory {memory:.3f}" if memory is not None else "")
-    )
-
-
-def build_table(results: Mapping[str, Sequence[Row]], title: str) -> Table:
-    """One section per case, whose heading is the key, one line per contestant."""
-    on_devices = any(row.device_bytes for rows in results.values() for row in rows)
-    memory = ["host\nMiB", "device\nMiB"][: 1 + on_devices]
-    table = new_table(title, "ms", "min..max", "speed-\nup", "ours\n/this", *memory, "loss")
-    for case, rows in results.items():
-        table.add_section()
-        table.add_row(Text(case, style="bold"))
-        for row in rows:
-            sizes = (row.host_bytes, row.device_bytes)[: len(memory)]
-            table.add_row(
-                Text(f"  {row.title}", style="cyan" if row.contestant == "ours" else ""),
-                three_digits(row.seconds.median * 1e3),
-                f"{three_digits(row.seconds.low * 1e3)}..{three_digits(row.seconds.high * 1e3)}",
-                _ratio(row.speedup if row.contestant != "bare" else None),
-                _ratio(row.ours_over_this if row.contestant != "ours" else None),
-                *(f"{size / 2**20:.0f}" for size in sizes),
-                agreement(f"{row.losses[-1]:.4f}", row.agrees),
-            )
-    return table
-
-
-def _ratio(value: Spread | None) -> str:
-    return "" if value is None else f"{value.median:.2f}"

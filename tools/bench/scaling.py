@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dataparallel.comm.bucket_plan import plan_buckets
 from dataparallel.reducer.options import (
@@ -22,10 +21,10 @@ from dataparallel.reducer.options import (
     LOCAL_BUCKET_BYTES,
     MIB,
 )
-from dataparallel.tools.bench import output
+from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.cases import CASES
 from dataparallel.tools.bench.costs import LARGE, SMALL, CostTask
-from dataparallel.tools.bench.harness import Outcome, Spread, Tell, measure, spread, team_of
+from dataparallel.tools.bench.harness import Contestant, Outcome, Spread, spread, team_of
 from dataparallel.tools.bench.projection import (
     LINKS,
     Bucket,
@@ -40,10 +39,6 @@ from dataparallel.tools.doctor.check import usable_cores
 
 #: What is measured to check the projection: processes, and replicas of each.
 _CHECKED = ((1, 1), (1, 2), (2, 1), (2, 2))
-#: Per turn. Within 26 steps a wrapper has found out whether its replicas better run in turn.
-_STEPS = 10
-#: What is no option, and what each result has.
-_APART = ("run", "link")
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,6 @@ class Result:
     case: str
     samples: int
     costs: Costs
-    links: Mapping[str, Link]
     projections: Sequence[Projection]
     measured_link: Link
     checks: Sequence[Check]
@@ -73,24 +67,59 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
     if arguments.check and arguments.device != "cpu":
         raise ValueError(f"--check is for CPU replicas, but --device is {arguments.device}")
-    turns = arguments.rounds * (2 + len(_CHECKED) * arguments.check)
-    with output.progress(len(arguments.cases) * turns) as tell:
-        results = [_conclude(name, arguments, tell) for name in arguments.cases]
-    if arguments.json != "-":
-        for result in results:
-            _print(result, Console())
-    if arguments.json:
-        options = {name: value for name, value in vars(arguments).items() if name not in _APART}
-        setting = {**output.environment(), **options}
-        cases = list(map(dataclasses.asdict, results))
-        output.write_json(arguments.json, {"setting": setting, "cases": cases})
-    return 0
+    plans = {name: _plan(name, arguments) for name in arguments.cases}
+    return runner.run(arguments, plans, lambda measured: _report(measured, arguments))
 
 
-def _conclude(name: str, arguments: argparse.Namespace, tell: Tell) -> Result:
-    samples = arguments.samples or CASES[name].batch // 2
+# --- plan --------------------------------------------------------------------------------------
+
+
+def _samples(name: str, arguments: argparse.Namespace) -> int:
+    return int(arguments.samples or CASES[name].batch // 2)
+
+
+def _plan(name: str, arguments: argparse.Namespace) -> list[Contestant]:
+    """One replica, what two processes add, and for a check the steps that are projected."""
+    samples = _samples(name, arguments)
+    cost = CostTask("ours", (), case=name, samples=samples)
+    contestants = [
+        team_of(cost, "ours", [[arguments.device]], "alone", "one replica"),
+        team_of(cost, "ours", [["cpu"]] * 2, "between", "two processes"),
+    ]
+    for processes, replicas in _CHECKED if arguments.check else ():
+        number, size = processes * replicas, f"{processes}x{replicas}"
+        task = TrainTask(
+            "ours",
+            (),
+            replicas=number,
+            cases=(name,),
+            batch=samples * number,
+            loss="replicas",
+            bucket_cap_mb=arguments.bucket_cap_mb,
+        )
+        devices = [["cpu"] * replicas] * processes
+        contestants.append(team_of(task, "ours", devices, size, f"our DDP {size}"))
+    return contestants
+
+
+# --- conclusions -------------------------------------------------------------------------------
+
+
+def _report(
+    measured: Mapping[str, Sequence[Outcome]], arguments: argparse.Namespace
+) -> runner.Report:
     links = {"local": LINKS["pcie4"], "processes": LINKS["100gbe"], **dict(arguments.link)}
-    outcomes = _measure(name, samples, arguments, tell)
+    results = [_conclude(name, each, links, arguments) for name, each in measured.items()]
+    parts: list[Table | Text | str] = []
+    for result in results:
+        title = f"{result.case}, {result.samples} samples per replica"
+        parts += [Text(title, style="bold"), explain(result.costs, links), *_tables(result)]
+    return runner.Report(parts, _notes(results, links), {"links": links, "cases": results})
+
+
+def _conclude(
+    name: str, outcomes: Sequence[Outcome], links: Mapping[str, Link], arguments: argparse.Namespace
+) -> Result:
     alone, between, *trained = outcomes
     cores = usable_cores() if arguments.device == "cpu" else None
     costs = costs_of(alone, between, arguments.bucket_cap_mb, cores)
@@ -100,41 +129,14 @@ def _conclude(name: str, arguments: argparse.Namespace, tell: Tell) -> Result:
         # Here the processes share the cores.
         part = dataclasses.replace(costs, cores=usable_cores() / processes)
         projection = project(part, processes, replicas, {**links, "processes": measured_link})
-        measured = spread(outcome.seconds["step"])
+        measured = spread(outcome.seconds[f"{name} finished"])
         checks.append(Check(projection, measured, projection.seconds / measured.median - 1))
     projections = [
         project(costs, p, r, links) for p in arguments.processes for r in arguments.replicas
     ]
     seconds = {each.contestant.name: each.seconds for each in outcomes}
-    return Result(name, samples, costs, links, projections, measured_link, checks, seconds)
-
-
-# --- measured ----------------------------------------------------------------------------------
-
-
-def _measure(
-    name: str, samples: int, arguments: argparse.Namespace, tell: Tell
-) -> Sequence[Outcome]:
-    """One replica, what two processes add, and for a check the steps that are projected."""
-    with tempfile.TemporaryDirectory() as folder:
-        place: dict[str, Any] = {"kind": "ours", "devices": (), "case": name}
-        place["meeting_point"] = str(pathlib.Path(folder) / "meeting")
-        cost = CostTask(**place, samples=samples)
-        contestants = [
-            team_of(cost, "ours", [[arguments.device]], "alone", "one replica"),
-            team_of(cost, "ours", [["cpu"]] * 2, "between", "two processes"),
-        ]
-        for processes, replicas in _CHECKED if arguments.check else ():
-            number, size = processes * replicas, f"{processes}x{replicas}"
-            own: dict[str, Any] = {
-                "replicas": number,
-                "batch": samples * number,
-                "loss": "replicas",
-            }
-            task = TrainTask(**place, **own, bucket_cap_mb=arguments.bucket_cap_mb)
-            devices = [["cpu"] * replicas] * processes
-            contestants.append(team_of(task, "ours", devices, size, f"our DDP {size}"))
-        return measure(name, contestants, arguments.rounds, arguments.steps or _STEPS, tell)[0]
+    samples = _samples(name, arguments)
+    return Result(name, samples, costs, projections, measured_link, checks, seconds)
 
 
 def link_of(between: Outcome) -> Link:
@@ -163,13 +165,15 @@ def costs_of(alone: Outcome, between: Outcome, cap_mb: float | None, cores: int 
         sum_per_byte=took["sum"] / size,
         pack_per_byte=took["pack"] / size,
         moved=0 if cores else size + told["batch"],
-        alone=_plan(told, LOCAL_BUCKET_BYTES, cap_mb, LOCAL_BUCKET_BYTES),
-        across=_plan(told, FIRST_BUCKET_BYTES, cap_mb, CPU_BUCKET_BYTES if cores else BUCKET_BYTES),
+        alone=_buckets(told, LOCAL_BUCKET_BYTES, cap_mb, LOCAL_BUCKET_BYTES),
+        across=_buckets(
+            told, FIRST_BUCKET_BYTES, cap_mb, CPU_BUCKET_BYTES if cores else BUCKET_BYTES
+        ),
         cores=cores,
     )
 
 
-def _plan(told: Mapping[str, Any], first: int, cap_mb: float | None, cap: int) -> list[Bucket]:
+def _buckets(told: Mapping[str, Any], first: int, cap_mb: float | None, cap: int) -> list[Bucket]:
     """The package's own plan, for gradients of these sizes that come at these times."""
     sizes, ready = told["bytes"], told["ready"]
     plan = plan_buckets(
@@ -184,37 +188,27 @@ def _plan(told: Mapping[str, Any], first: int, cap_mb: float | None, cap: int) -
 # --- shown -------------------------------------------------------------------------------------
 
 
-def _print(result: Result, console: Console) -> None:
-    console.print(f"{result.case}, {result.samples} samples per replica", style="bold")
-    model = explain(result.costs, result.links)
-    console.print(model, markup=False, highlight=False, soft_wrap=True)
-    table = output.new_table("projected", "ms", "efficiency", "limited by")
+def _tables(result: Result) -> list[Table]:
+    projected = runner.new_table("projected", "ms", "efficiency", "limited by")
     for each in result.projections:
-        table.add_row(*_figures(each), f"{each.efficiency:.0%}", each.limit)
-    output.print_table(table, console)
-    if result.checks:
-        table = output.new_table("checked", "ms", "measured", "min..max", "error", "limited by")
-        for check in result.checks:
-            middle, *ends = map(_milli, dataclasses.astuple(check.measured))
-            limit, error = check.projection.limit, f"{check.error:+.0%}"
-            table.add_row(*_figures(check.projection), middle, "..".join(ends), error, limit)
-        output.print_table(table, console)
-    output.print_notes(_notes(result), console)
+        projected.add_row(*_figures(each), f"{each.efficiency:.0%}", each.limit)
+    checked = runner.new_table("checked", "ms", "measured", "min..max", "error", "limited by")
+    for check in result.checks:
+        middle, *ends = map(runner.milli, dataclasses.astuple(check.measured))
+        limit, error = check.projection.limit, f"{check.error:+.0%}"
+        checked.add_row(*_figures(check.projection), middle, "..".join(ends), error, limit)
+    return [projected, *([checked] if result.checks else [])]
 
 
 def _figures(projection: Projection) -> tuple[str, str]:
-    return f"{projection.processes}x{projection.replicas}", _milli(projection.seconds)
+    return f"{projection.processes}x{projection.replicas}", runner.milli(projection.seconds)
 
 
-def _milli(seconds: float) -> str:
-    return output.three_digits(seconds * 1e3)
-
-
-def _notes(result: Result) -> list[str]:
-    cores = result.costs.cores
-    local = "replicas share memory" if cores else f"local {result.links['local']}"
+def _notes(results: Sequence[Result], links: Mapping[str, Link]) -> list[str]:
+    cores = results[0].costs.cores
+    local = "replicas share memory" if cores else f"local {links['local']}"
     notes = [
-        f"links as stated, not measured: {local}, processes {result.links['processes']}",
+        f"links as stated, not measured: {local}, processes {links['processes']}",
         "projected: each process on a machine like this one; efficiency: one replica / this",
         "limited by what takes most of a step: host (Python, the package), devices (arithmetic), "
         "or link (copies, sums and what is sent, as far as nothing hides them)",
@@ -224,9 +218,10 @@ def _notes(result: Result) -> list[str]:
     ]
     if cores:
         notes.append(f"more than {cores:g} replicas of a process take turns on {cores:g} cores")
-    if result.checks:
+    if results[0].checks:
+        measured = ", ".join(f"{each.case} {each.measured_link}" for each in results)
         notes.append(
             "checked: PxR on this machine, whose cores the processes share, over the link that "
-            f"was measured: {result.measured_link}; error: projected / measured - 1"
+            f"was measured: {measured}; error: projected / measured - 1"
         )
     return notes

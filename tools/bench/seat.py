@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Seat:
                 timeout=_TIMEOUT,
             )
 
-    def wrap(self, module: nn.Module, bucket_cap_mb: float | None = None) -> nn.Module:
+    def wrap(self, module: nn.Module, bucket_cap_mb: float | None = None) -> Any:
         """The module as this contestant trains it; the module itself for the bare one.
 
         Args:
@@ -86,6 +87,11 @@ class Seat:
         """Wait until the devices have finished."""
         for slot in self.slots:
             devices.synchronize(slot)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether models get a wrapper of ours, which then has threads to close."""
+        return self.task.kind in ("ours", "watched")
 
     def leave(self, *models: nn.Module) -> None:
         """End the models' threads and leave the process group."""

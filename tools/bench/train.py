@@ -4,57 +4,40 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
-import tempfile
-from collections.abc import Sequence
-from typing import Any
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.cases import whole_batch
-from dataparallel.tools.bench.harness import CHECK_STEPS, Outcome, Tell, measure, plan_contestants
-from dataparallel.tools.bench.output import (
-    environment,
-    print_notes,
-    print_table,
-    progress,
-    write_json,
+from dataparallel.tools.bench.harness import (
+    CHECK_STEPS,
+    Contestant,
+    Outcome,
+    Spread,
+    geometric_mean,
+    plan_contestants,
+    ratios,
 )
-from dataparallel.tools.bench.results import (
-    Comparison,
-    Row,
-    build_table,
-    compare,
-    describe,
-    summarize,
-)
+from dataparallel.tools.bench.results import Row, summarize
 from dataparallel.tools.bench.trainer import TrainTask
+
+#: What is compared: a step until the devices have finished it.
+_PHASE = "finished"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
     peers = arguments.peers or _default_peers(arguments.devices)
     _check(arguments, peers)
-    results: dict[str, list[Row]] = {}
-    records: list[dict[str, Any]] = []
-    with progress(len(arguments.cases) * arguments.rounds * (1 + len(peers))) as tell:
-        for name in arguments.cases:
-            task = _task(name, arguments)
-            outcomes, steps = _measure_case(task, peers, arguments, tell)
-            title = f"{name} ({task.batch})"
-            results[title] = summarize(outcomes)
-            rows = [dataclasses.asdict(row) for row in results[title]]
-            record = {"case": name, "title": title, "steps_per_round": steps}
-            records.append({**record, "rows": rows})
-    comparisons = [compare(results, peer) for peer in peers]
-    if arguments.json != "-":
-        _print(results, comparisons, arguments)
-    if arguments.json:
-        options = {name: value for name, value in vars(arguments).items() if name != "run"}
-        content = {"setting": {**environment(), **options, "peers": peers}, "cases": records}
-        content["comparisons"] = [dataclasses.asdict(each) for each in comparisons]
-        write_json(arguments.json, content)
-    return int(not all(row.agrees for rows in results.values() for row in rows))
+    plans = {name: _plan(name, peers, arguments) for name in arguments.cases}
+    return runner.run(arguments, plans, lambda measured: _conclude(measured, peers, arguments))
+
+
+# --- plan --------------------------------------------------------------------------------------
 
 
 def _default_peers(names: Sequence[str]) -> list[str]:
@@ -85,42 +68,122 @@ def _check(arguments: argparse.Namespace, peers: Sequence[str]) -> None:
         )
 
 
-def _task(name: str, arguments: argparse.Namespace) -> TrainTask:
-    return TrainTask(
+def _plan(name: str, peers: Sequence[str], arguments: argparse.Namespace) -> tuple[Contestant, ...]:
+    task = TrainTask(
         "ours",
-        tuple(arguments.devices),
-        case=name,
-        batch=whole_batch(name, arguments.processes * len(arguments.devices)),
+        (),
+        cases=(name,),
+        batch=_batch(name, arguments),
         threads=arguments.threads_per_replica,
         loss=arguments.loss,
         optimizer=arguments.optimizer,
         compiles=arguments.compile,
         wrapper=arguments.wrapper,
     )
+    return plan_contestants(task, [arguments.devices] * arguments.processes, peers)
 
 
-def _measure_case(
-    task: TrainTask, peers: Sequence[str], arguments: argparse.Namespace, tell: Tell
-) -> tuple[list[Outcome], int]:
-    with tempfile.TemporaryDirectory() as folder:
-        task = dataclasses.replace(task, meeting_point=str(pathlib.Path(folder) / "meeting"))
-        contestants = plan_contestants(task, [task.devices] * arguments.processes, peers)
-        rounds, steps = arguments.rounds, arguments.steps
-        return measure(task.case, contestants, rounds, steps, tell)
+def _batch(name: str, arguments: argparse.Namespace) -> int:
+    return whole_batch(name, arguments.processes * len(arguments.devices))
 
 
-def _print(
-    results: dict[str, list[Row]],
+# --- conclusions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours over one peer, by case, and the geometric means; no memory where one took none."""
+
+    peer: str
+    title: str
+    times: Mapping[str, Spread]
+    memory: Mapping[str, float]
+    time_mean: Spread
+    time_worst: float
+    worst: str
+    memory_mean: float | None
+
+
+def _conclude(
+    measured: Mapping[str, Sequence[Outcome]], peers: Sequence[str], arguments: argparse.Namespace
+) -> runner.Report:
+    results, cases = {}, []
+    for name, outcomes in measured.items():
+        title = f"{name} ({_batch(name, arguments)})"
+        results[title] = summarize(outcomes, name, _PHASE)
+        record = {"case": name, "title": title, "steps_per_round": outcomes[0].steps}
+        cases.append({**record, "rows": results[title]})
+    comparisons = [_compare(results, peer) for peer in peers]
+    return runner.Report(
+        [_table(results, comparisons, arguments), *map(_describe, comparisons)],
+        _notes(arguments),
+        {"cases": cases, "comparisons": comparisons},
+        all(row.agrees for rows in results.values() for row in rows),
+    )
+
+
+def _compare(results: Mapping[str, Sequence[Row]], peer: str) -> Comparison:
+    """Ours, which is first, beside one peer, which takes part in every case."""
+    times, memory = {}, {}
+    for title, (ours, *others) in results.items():
+        other = next(row for row in others if row.contestant == peer)
+        times[title] = ratios(ours.rounds[_PHASE], other.rounds[_PHASE])
+        # Of accelerators where they are used, else of the host.
+        on_devices = ours.device_bytes or other.device_bytes
+        sizes = [row.device_bytes if on_devices else row.host_bytes for row in (ours, other)]
+        if all(sizes):
+            memory[title] = sizes[0] / sizes[1]
+    worst = max(times, key=lambda title: times[title].median)
+    return Comparison(
+        peer,
+        other.title,
+        times,
+        memory,
+        geometric_mean(times.values()),
+        times[worst].median,
+        worst,
+        statistics.geometric_mean(memory.values()) if len(memory) == len(times) else None,
+    )
+
+
+def _describe(comparison: Comparison) -> str:
+    mean, memory = comparison.time_mean, comparison.memory_mean
+    return (
+        f"ours / {comparison.title}: time {mean.median:.3f} ({runner.span(mean)}), worst "
+        f"{comparison.time_worst:.3f} ({comparison.worst})"
+        + (f"; memory {memory:.3f}" if memory is not None else "")
+    )
+
+
+def _table(
+    results: Mapping[str, Sequence[Row]],
     comparisons: Sequence[Comparison],
     arguments: argparse.Namespace,
-) -> None:
-    console = Console()
+) -> Table:
+    """One section per case, one line per contestant."""
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
-    step = "zero_grad, forward, loss, backward, optimizer step"
-    print_table(build_table(results, f"{step}\nreplicas on {where}"), console)
-    for comparison in comparisons:
-        console.print(describe(comparison), soft_wrap=True)
-    print_notes(_notes(arguments), console)
+    title = f"zero_grad, forward, loss, backward, optimizer step\nreplicas on {where}"
+    on_devices = any(row.device_bytes for rows in results.values() for row in rows)
+    memory = ["host\nMiB", "device\nMiB"][: 1 + on_devices]
+    table = runner.new_table(title, "ms", "min..max", "speed-\nup", "ours\n/this", *memory, "loss")
+    for case, rows in results.items():
+        table.add_section()
+        table.add_row(Text(case, style="bold"))
+        for row in rows:
+            median, low, high = map(runner.milli, dataclasses.astuple(row.seconds[_PHASE]))
+            speedup = row.over_bare if row.contestant != "bare" else None
+            ours = [each.times[case] for each in comparisons if each.peer == row.contestant]
+            sizes = (row.host_bytes, row.device_bytes)[: len(memory)]
+            table.add_row(
+                Text(f"  {row.title}", style="cyan" if row.contestant == "ours" else ""),
+                median,
+                f"{low}..{high}",
+                f"{1 / speedup.median:.2f}" if speedup else "",
+                "".join(f"{each.median:.2f}" for each in ours),
+                *(f"{size / 2**20:.0f}" for size in sizes),
+                runner.agreement(f"{row.losses[-1]:.4f}", row.agrees),
+            )
+    return table
 
 
 def _notes(arguments: argparse.Namespace) -> list[str]:

@@ -1,60 +1,57 @@
-"""One process's part of a training contestant: a model, a batch, a step that is repeated."""
+"""Worker processes that train: a step of each model is repeated, timed and counted."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel
-from dataparallel.monitor import StepMonitor
-from dataparallel.tools.bench.cases import CASES, criterion
+import dataparallel
+from dataparallel.tools.bench.cases import case_of, criterion
 from dataparallel.tools.bench.harness import Task
+from dataparallel.tools.bench.host_counts import PythonCalls, count_operators
 from dataparallel.tools.bench.memory import MemoryGauge
 from dataparallel.tools.bench.seat import Seat
 
-Optimizer = Literal["sgd", "adamw"]
-
-_OPTIMIZERS: dict[Optimizer, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-}
+# Wrappers are loaded where they are used: they watch the optimizers of other models, too.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask(Task):
-    """Train a model.
+    """Train models, each of which has its own turn.
 
     Attributes:
-        case: Name of the model.
+        cases: Names of the models.
         batch: Number of samples of the whole batch; a multiple of ``replicas``.
+        chunks: In how many parts the bare module takes the batch, one after the other.
         loss: Whether ours takes the loss of the gathered output or of each replica.
         optimizer: Which of torch's.
         bucket_cap_mb: Size limit of a bucket. Default: the wrapper's own.
         compiles: Whether the module of each contestant is compiled.
+        counts: Whether what the host does in a step is counted at the end.
     """
 
-    module: ClassVar[str] = __name__
-
-    case: str
+    cases: tuple[str, ...]
     batch: int
+    chunks: int = 1
     loss: Literal["gathered", "replicas"] = "gathered"
-    optimizer: Optimizer = "sgd"
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     bucket_cap_mb: float | None = None
     compiles: bool = False
+    counts: bool = False
 
-
-def begin(task: dict[str, Any]) -> Trainer:
-    """What a worker process measures with."""
-    return Trainer(TrainTask(**task))
+    def begin(self) -> Trainer:
+        """What measures, in the worker process."""
+        return Trainer(self)
 
 
 class Trainer:
-    """A model made ready for measuring.
+    """Models made ready for measuring.
 
     All contestants of a case start from the same weights and together see the same batch.
 
@@ -66,99 +63,172 @@ class Trainer:
         self.task = task
         self.seat = Seat(task)
         _touch_libraries(self.seat)
-        case = CASES[task.case]
-        torch.manual_seed(0)
-        inputs, targets = case.data(task.batch)
-        self.inputs, self.targets = self.seat.part(inputs), self.seat.part(targets)
-        del inputs, targets
+        batches = {name: _batch(name, task, self.seat) for name in task.cases}
         self.memory = MemoryGauge(self.seat.slots)
-        torch.manual_seed(1)
-        self.module: Any = case.build().to(self.seat.device)
-        if task.compiles:
-            # Not its method, which does nothing to an nn.Sequential. The bare module sees chunks at
-            # first, then whole batches.
-            self.module = torch.compile(self.module, dynamic=False)
-        self.model = self.seat.wrap(self.module, task.bucket_cap_mb)
-        self.optimizer = _OPTIMIZERS[task.optimizer](self.model.parameters())
-        if task.kind == "watched" and isinstance(self.model, DataParallel):
-            # For as long as the process lives; somebody may look at it meanwhile.
-            self._monitor = StepMonitor(self.model).__enter__()
-
-    # --- correctness -------------------------------------------------------------------------
+        self.steps = {name: _Step(name, task, self.seat, batches[name]) for name in task.cases}
 
     def check(self, steps: int) -> dict[str, Any]:
-        """Train and return, per step, the loss of the whole batch and the norm of the gradient.
+        """By case: per step, the loss of the whole batch and the norm of the gradient.
 
         The bare module accumulates the gradients of the replicas' chunks, so that batch norm sees
         the same batches for every contestant; all figures must then agree to rounding.
         """
-        # Whatever is measured: others divide by gradients near zero.
-        optimizer = _OPTIMIZERS["sgd"](self.model.parameters())
-        losses, norms = [], []
-        for _ in range(steps):
-            optimizer.zero_grad()
-            if self.task.kind == "bare":
-                loss = _accumulate(self.model, self.inputs, self.targets, self.task.replicas)
-            else:
-                loss = self._loss()
-                loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            losses.append(self.seat.mean(loss.detach()))
-            norms.append(_gradient_norm(self.model))
-        return {"losses": losses, "gradient_norms": norms}
-
-    # --- measurement -------------------------------------------------------------------------
+        said: dict[str, Any] = {}
+        for name, step in self.steps.items():
+            # Whatever is measured: others divide by gradients near zero.
+            optimizer = torch.optim.SGD(step.model.parameters(), lr=case_of(name).rate)
+            chunks = step.split(self.task.replicas)
+            losses, norms = [], []
+            for _ in range(steps):
+                parts: list[Tensor] = []
+                step.once(chunks, optimizer, parts)
+                losses.append(self.seat.mean(torch.stack(parts).sum()))
+                norms.append(_gradient_norm(step.model))
+            said[name] = {"losses": losses, "gradient_norms": norms}
+        return said
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Repeat the step.
+        """Repeat the step of each case.
 
         Returns:
-            Seconds of each repetition, until the devices have finished.
+            Seconds by case and phase, such as ``"deep forward wall"`` and ``"deep step
+            processor"``: of what the caller does. ``"deep finished"``: until the devices have
+            finished the step, too.
         """
         self.seat.barrier()
-        seconds = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            self.optimizer.zero_grad()
-            self._loss().backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            self.seat.synchronize()
-            seconds.append(time.perf_counter() - begin)
-        return {"step": seconds}
-
-    def _loss(self) -> Tensor:
-        if self.task.loss == "replicas" and isinstance(self.model, DataParallel):
-            return self.model.loss(criterion, self.inputs, self.targets, weight="samples")
-        return criterion(self.model(self.inputs), self.targets)
+        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        for name, step in self.steps.items():
+            chunks = step.split(self.task.chunks)
+            for _ in range(steps):
+                begin = time.perf_counter()
+                spent = step.once(chunks, step.optimizer)
+                self.seat.synchronize()
+                seconds[f"{name} finished"].append(time.perf_counter() - begin)
+                for phase, each in spent.items():
+                    seconds[f"{name} {phase}"].append(each)
+        return seconds
 
     def finish(self) -> dict[str, Any]:
         """Conclude, and leave the contestant.
 
         Returns:
-            Peaks of memory.
+            Peaks of memory, and by case what a steady step does, where that is counted.
         """
-        peaks = {
+        told: dict[str, Any] = {
             "host_bytes": self.memory.host_peak(),
             "device_bytes": self.memory.device_peak(),
         }
-        self.seat.leave(self.model)
-        return peaks
+        if self.task.counts:
+            calls = PythonCalls(self.seat.slots)
+            told["counts"] = {name: self._count(each, calls) for name, each in self.steps.items()}
+        self.seat.leave(*(step.model for step in self.steps.values()))
+        return told
+
+    def _count(self, step: _Step, calls: PythonCalls) -> dict[str, Any]:
+        chunks = step.split(self.task.chunks)
+        if self.seat.is_ours:
+            # Its threads must begin anew to be counted. Its own method would end more than those,
+            # and what it has learned would be lost.
+            dataparallel.DataParallel.close(step.model)
+
+        def once() -> None:
+            step.once(chunks, step.optimizer)
+
+        once()
+        return {**calls.count(once), **count_operators(once, self.seat.device)}
+
+
+class _Step:
+    """A case as a contestant trains it: model, batch and optimizer."""
+
+    def __init__(self, name: str, task: TrainTask, seat: Seat, batch: Sequence[Tensor]) -> None:
+        self._batch = batch
+        self._is_bare = task.kind == "bare"
+        self._by_replicas = task.loss == "replicas" and seat.is_ours
+        case = case_of(name)
+        self._criterion = case.criterion
+        torch.manual_seed(1)
+        module: Any = case.build().to(seat.device)
+        if task.compiles:
+            # Not its method, which does nothing to an nn.Sequential. The bare module sees chunks at
+            # first, then whole batches.
+            module = torch.compile(module, dynamic=False)
+        self.model = seat.wrap(module, task.bucket_cap_mb)
+        parameters = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer
+        if task.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(parameters, lr=case.rate)
+        else:
+            self.optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        if task.kind == "watched":
+            from dataparallel.monitor import StepMonitor
+
+            # For as long as the process lives; somebody may look at it meanwhile.
+            self._monitor = StepMonitor(self.model).__enter__()
+
+    def split(self, chunks: int) -> list[tuple[Tensor, ...]]:
+        """The batch for the bare module, in so many parts; others take it whole."""
+        number = chunks if self._is_bare else 1
+        return list(zip(*(each.chunk(number) for each in self._batch), strict=True))
+
+    def once(
+        self,
+        chunks: Sequence[tuple[Tensor, ...]],
+        optimizer: torch.optim.Optimizer,
+        losses: list[Tensor] | None = None,
+    ) -> dict[str, float]:
+        """Train, and add the losses of the chunks to ``losses``.
+
+        Returns:
+            The seconds of each phase, wall and processor time.
+        """
+        spent: defaultdict[str, float] = defaultdict(float)
+        start = _now()
+        optimizer.zero_grad()
+        for inputs, targets in chunks:
+            begin = _now()
+            loss = self._loss(inputs, targets)
+            if len(chunks) > 1:
+                loss = loss / len(chunks)
+            middle = _now()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if losses is not None:
+                losses.append(loss.detach())
+            # What it keeps must not count as the optimizer's memory.
+            del loss
+            _add(spent, "forward", begin, middle)
+            _add(spent, "backward", middle, _now())
+        optimizer.step()
+        _add(spent, "step", start, _now())
+        return spent
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self._by_replicas:
+            loss: Tensor = self.model.loss(self._criterion, inputs, targets, weight="samples")
+            return loss
+        return self._criterion(self.model(inputs), targets)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _add(
+    spent: dict[str, float], phase: str, start: tuple[float, float], end: tuple[float, float]
+) -> None:
+    for clock, before, after in zip(("wall", "processor"), start, end, strict=True):
+        spent[f"{phase} {clock}"] += after - before
+
+
+def _batch(name: str, task: TrainTask, seat: Seat) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [seat.part(whole) for whole in case_of(name).data(task.batch)]
 
 
 def _gradient_norm(model: nn.Module) -> float:
     # In a function of its own: a list that is kept would keep the gradients in memory.
     grads = [each.grad for each in model.parameters() if each.grad is not None]
     return torch.nn.utils.get_total_norm(grads).item()
-
-
-def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, chunks: int) -> Tensor:
-    """Backward of the mean loss, chunk by chunk."""
-    total = torch.zeros((), device=inputs.device)
-    for part, wanted in zip(inputs.chunk(chunks), targets.chunk(chunks), strict=True):
-        loss = criterion(model(part), wanted) / chunks
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    return total
 
 
 def _touch_libraries(seat: Seat) -> None:
@@ -170,5 +240,5 @@ def _touch_libraries(seat: Seat) -> None:
     targets = torch.zeros(len(images), dtype=torch.long, device=seat.device)
     criterion(model(images), targets).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    if isinstance(model, DataParallel):
+    if seat.is_ours:
         model.close()

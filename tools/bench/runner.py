@@ -1,15 +1,22 @@
-"""What all benchmarks show and write: progress, tables, the setting of a run, JSON."""
+"""What all benchmarks do: measure plans, show tables, write JSON with the setting of the run.
+
+The commands of ``dataparallel bench`` are a plan and what is concluded from it; :func:`run` does
+the rest.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +27,69 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from dataparallel.tools.bench.harness import Spread, Tell
+from dataparallel.tools.bench.harness import Contestant, Outcome, Spread, Tell, measure
 from dataparallel.tools.doctor.check import usable_cores
 
 #: What changes speed or memory without being seen in the command. Idle threads that spin, for
 #: one, decide much where other programs use the cores too.
 _TELLING = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "ATEN_", "GLOO_", "NCCL_", "TORCH_")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one benchmark says.
+
+    Attributes:
+        parts: Tables and lines, in the order in which they are shown.
+        notes: How it was measured, in a line each; shown below.
+        content: What is written as JSON beside the setting; there may be dataclasses in it.
+        is_right: Whether all computed what they should, and met what was asked for.
+    """
+
+    parts: Sequence[Table | Text | str]
+    notes: Sequence[str]
+    content: Mapping[str, Any]
+    is_right: bool = True
+
+
+def run(
+    arguments: argparse.Namespace,
+    plans: Mapping[str, Sequence[Contestant]],
+    conclude: Callable[[Mapping[str, Sequence[Outcome]]], Report],
+) -> int:
+    """Measure, show and write.
+
+    Args:
+        arguments: The command line's, among them rounds, steps and the file for JSON.
+        plans: By name, contestants that are measured interleaved.
+        conclude: From what came back, by name of the plan.
+
+    Returns:
+        The exit status.
+    """
+    measured = {}
+    with progress(arguments.rounds * sum(map(len, plans.values()))) as tell:
+        for name, contestants in plans.items():
+            outcomes = measure(name, contestants, arguments.rounds, arguments.steps, tell)
+            measured[name] = outcomes
+    return publish(conclude(measured), arguments)
+
+
+def publish(report: Report, arguments: argparse.Namespace) -> int:
+    """Show a report, write it if that is wanted, and return the exit status."""
+    if arguments.json != "-":
+        console = Console()
+        for part in report.parts:
+            if isinstance(part, Table):
+                print_table(part, console)
+            else:
+                console.print(part, markup=False, highlight=False, soft_wrap=True)
+        for note in report.notes:
+            console.print(Text(note, style="dim"))
+    if arguments.json:
+        options = {name: value for name, value in vars(arguments).items() if name != "run"}
+        write_json(arguments.json, {"setting": environment() | options, **report.content})
+    return int(not report.is_right)
 
 
 @contextlib.contextmanager
@@ -61,14 +125,9 @@ def print_table(table: Table, console: Console) -> None:
     console.print(Segments(console.render(table, options)), crop=False)
 
 
-def print_notes(notes: Sequence[str], console: Console) -> None:
-    """Print how something was measured, below its table."""
-    for note in notes:
-        console.print(Text(note, style="dim"))
-
-
-def three_digits(value: float) -> str:
-    """Three digits or a little more."""
+def milli(seconds: float) -> str:
+    """Milliseconds, with three digits or a little more."""
+    value = seconds * 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -91,10 +150,10 @@ def met(bar: float, is_met: bool) -> Text:
 # --- files -------------------------------------------------------------------------------------
 
 
-def environment(command: str = "dataparallel") -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Command, date, machine, versions: what has to be known beside any figure."""
     return {
-        "command": [command, *sys.argv[1:]],
+        "command": sys.orig_argv,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -106,7 +165,7 @@ def environment(command: str = "dataparallel") -> dict[str, Any]:
 
 def write_json(path: str, content: dict[str, Any]) -> None:
     """Write to a file, whole or not at all, or for ``-`` to the standard output."""
-    text = json.dumps(content, indent=2) + "\n"
+    text = json.dumps(content, indent=2, default=dataclasses.asdict) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
