@@ -25,7 +25,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test versions gpu soak check docs format build clean
+.PHONY: help train test versions gpu browser images soak check docs format build clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +52,13 @@ check: $(DEV_STAMP) ## check format, lint, types and spelling
 docs: $(DEV_STAMP) ## build the documentation and the API reference in site/
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "See site/index.html; $(VENV)/bin/python -m mkdocs serve shows changes while you write"
+
+browser: $(DEV_STAMP) ## test the monitor's page in Chromium
+	@$(PIP) "playwright>=1.45"
+	@$(VENV)/bin/python -m pytest -q tests/monitor/page_in_browser.py
+
+images: browser ## make the images of docs/images, in Chromium
+	@$(VENV)/bin/python docs/make_images.py
 
 soak: $(DEV_STAMP) ## train for half an hour while processes are killed and stopped
 	@$(VENV)/bin/python -m tests.faults.soak --minutes 30 --write docs/measurements/soak.md

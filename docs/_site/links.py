@@ -2,6 +2,7 @@
 
 In the repository links are relative paths, so that they work where it is browsed. A file outside
 of docs/ becomes a part of the site, under ``repository/``; a folder without a page is no link.
+Pictures for light and dark follow the site's switch, not the browser alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from mkdocs.structure.pages import Page
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+_PICTURE = re.compile(
+    r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>'
+)
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -95,4 +99,5 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             f"{found[1]}[{found[2]}]({posixpath.relpath(_uri(path), here or '.')}{found[4] or ''})"
         )
 
+    markdown = _PICTURE.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", markdown)
     return _LINK.sub(change, markdown)

@@ -323,7 +323,7 @@ def test_a_picture_has_a_strip_for_all_that_is_known() -> None:
     assert "48 steps" in figure.texts[1].get_text()
     assert titles(figure) == [
         "Utilization, each from 0 to 100 %",
-        "Memory in use, each from 0 to 33 GiB",
+        "Memory in use, each from 0 to 33.0 GiB",
         "Power, each from 0 to 650 W",
         "Share of the time in each phase",
         "Imbalance: computing time of the slowest replica over the mean; 1 is even",
@@ -384,8 +384,8 @@ def test_what_is_not_available_has_no_strip_and_lines_have_gaps() -> None:
     lost = DeviceReading("cuda:0", "GPU", "nvml", error="lost")
     devices = [device(0, utilization=0.5), lost, device(0), device(0, utilization=1.0)]
     (axes,) = plot.draw({"": [sample(float(i), [one]) for i, one in enumerate(devices)]}).axes
-    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [50, np.nan, np.nan, 100])
-    assert axes.texts[1].get_text() == "mean 75, most 100 %"
+    np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [0.5, np.nan, np.nan, 1])
+    assert axes.texts[1].get_text() == "mean 75 %, most 100 %"
     for samples in ([], [sample(0.0)]):
         with pytest.raises(ValueError, match="neither readings of devices nor a run"):
             plot.draw({"": samples})

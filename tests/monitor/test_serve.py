@@ -1,16 +1,13 @@
-"""`monitor serve`: its page in a real browser, metrics, whom the server answers, the command."""
+"""`monitor serve`: metrics, whom the server answers, the command. See also page_in_browser.py."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import http.client
 import json
 import math
-import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +16,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.serve_command import serving
 from dataparallel.tools.monitor.server import Answer, MonitorServer, Route
 from dataparallel.tools.monitor.site import routes
-from tests.monitor.cases import PID, make_device, make_run, make_sample, samples
+from tests.monitor.cases import make_device, make_run, make_sample, samples
 
 PAGE = ("/", "/page.js", "/page.css", "/uPlot.min.js", "/uPlot.min.css", "/icon.svg")
 DATA = ("/metrics", "/api/about", "/api/samples")
@@ -305,6 +302,16 @@ def test_a_name_that_was_made_to_lead_here_is_refused(
         assert b"cuda" not in reply.body or status == 200
 
 
+@pytest.mark.parametrize("address", ["192.0.2.7", "::", "::ffff:192.0.2.7", "fe80::1%lo"])
+def test_a_name_that_leads_elsewhere_needs_a_token(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(ValueError, match="whoever reaches localhost could read"):
+        MonitorServer("localhost", 0, {})
+
+
 def test_other_interfaces_have_any_name() -> None:
     with site(host="0.0.0.0", for_anyone=True) as server:
         assert not server.is_loopback
@@ -499,121 +506,3 @@ def test_commands(
     assert found == status
     assert re.search(told, printed) and not re.search(untold, printed), printed
     assert failing.is_closed == (status == 1)
-
-
-# --- the page, in Chromium ----------------------------------------------------------------------
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-#: In CI it is never skipped: there the browser is installed beforehand.
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("CI"), reason="needs chromium to look at the page"
-)
-
-
-def look(server: MonitorServer, profile: Path, query: str = "") -> tuple[str, str]:
-    """The elements of the page after three seconds of its own time, and its text alone."""
-    assert CHROMIUM is not None, "there is no Chromium: apt-get install chromium"
-    words = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
-    words += f" --enable-logging=stderr --virtual-time-budget=3000 --user-data-dir={profile}"
-    done = subprocess.run(
-        [CHROMIUM, *words.split(), "--dump-dom", server.url + query],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert "Uncaught" not in done.stderr and "Security Policy" not in done.stderr, done.stderr
-    text = html.unescape(re.sub(r"<[^>]*>", "|", re.sub(r'="[^"]*"', "", done.stdout)))
-    return done.stdout, re.sub(r"\s*\|[\s|]*", "|", text)
-
-
-class Asked(SampleStore):
-    """Does something each time when the page asks."""
-
-    def __init__(self, do: Callable[[SampleStore, int], object]) -> None:
-        super().__init__()
-        self.do = do
-        self.number = 0
-
-    def after(self, time: float) -> str:
-        self.do(self, self.number)
-        self.number += 1
-        return super().after(time)
-
-
-@needs_chromium
-def test_numbers_charts_and_phases_are_drawn_and_go_on(tmp_path: Path) -> None:
-    with site(Asked(lambda store, number: store.add(make_sample(number)))) as server:
-        dom, text = look(server, tmp_path)
-    assert dom.count("<canvas") == 5
-    # A legend per chart, with the latest values.
-    told = [
-        *("|cuda:0|82 %|cuda:1|82 %|", "|cuda:0|48.0 GiB|", "|cuda:0|611 W|cuda:1|700 W|"),
-        *("|48.0 GiB of 80.0 GiB|", "|55 °C|", "|replica 0|", "43 % of 64 processors"),
-        *("cuda:2 cannot be read: GPU is lost", "cuda:1 is hot", "NVLink counters need a driver"),
-        *("|python train.py --epochs 90|", "|n/a|", "DistributedDataParallel(TransformerLM)"),
-        "replica 0 on cuda:0, now forward, speed 52 % of the fastest",
-        # Six steps a second, of 104 samples each.
-        *("train, 104 samples, 170 ms", "|the run|624 /s|"),
-    ]
-    assert [one for one in told if one not in text] == [], text
-    assert 'aria-label="' in dom and "forward 12 %, loss 2 %, backward 24 %" in dom
-    assert 'title="forward 20 ms"' in dom
-    # It asks again by itself.
-    found = re.search(r"step (1,\d+)", text)
-    assert found is not None and found[1] >= "1,024"
-
-
-EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.title='too'</script>"
-
-
-@needs_chromium
-def test_text_from_outside_stays_text(tmp_path: Path) -> None:
-    run = make_run()
-    info = dataclasses.replace(run.info, model=EVIL, devices=(EVIL,) * 4)
-    store = SampleStore()
-    store.add(
-        make_sample(
-            devices=(DeviceReading(EVIL, EVIL, EVIL, EVIL, {"fan": 0.5}, (EVIL,), EVIL),),
-            processes=(ProcessReading(EVIL, PID, EVIL, EVIL, 1.0),),
-            host=HostReading(0.5, 2, 1.0, 2.0, {EVIL: 0.5}),
-            runs=(dataclasses.replace(run, info=info),),
-            notes=(EVIL,),
-        )
-    )
-    with site(store) as server:
-        dom, _ = look(server, tmp_path)
-        served = ask(server, "/").body.decode()
-    elements = re.sub(r'="[^"]*"', "", dom)
-    assert html.unescape(dom).count(EVIL) > 10
-    assert "<img" not in elements and elements.count("<script") == served.count("<script")
-    assert "<title>dataparallel monitor</title>" in dom
-
-
-@needs_chromium
-@pytest.mark.parametrize(
-    ("query", "told"),
-    [
-        ("?token=wrong", "not the token of the se"),
-        (f"?token={quote('gehéim')}", "|48.0 GiB of 80.0 GiB|"),
-    ],
-)
-def test_the_page_takes_the_token_of_the_address_or_asks(
-    query: str, told: str, tmp_path: Path
-) -> None:
-    with site(token="gehéim") as server:
-        dom, text = look(server, tmp_path, query)
-    assert told in text
-    assert bool(re.search(r'<form id="ask"[^>]* hidden', dom)) == ("wrong" not in query)
-
-
-@needs_chromium
-def test_the_page_says_when_the_server_does_not_answer(tmp_path: Path) -> None:
-    def fail_later(store: SampleStore, number: int) -> None:
-        if number:
-            raise OSError("out of order")
-        store.add(make_sample())
-
-    with site(Asked(fail_later)) as server:
-        _, text = look(server, tmp_path)
-    assert "|not connected|" in text and "|48.0 GiB of 80.0 GiB|" in text

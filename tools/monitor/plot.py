@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -24,6 +24,7 @@ from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
 from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
 from dataparallel.tools.monitor.recording import longest_step, read_recording, times_of
@@ -41,28 +42,26 @@ MAX_POINTS = 800
 MAX_INTERVALS = 300
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 #: In inches: the width of the picture, and what stands left and right of the charts.
-_WIDTH, _LEFT, _RIGHT, _BOTTOM = 12.0, 2.3, 1.7, 0.6
+_WIDTH, _LEFT, _RIGHT, _BOTTOM = 12.0, 2.3, 2.1, 0.6
 
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
-@dataclass(frozen=True)
-class _Metric:
-    """What is drawn of each device: how many base units are one of ``unit``."""
+class _Metric(NamedTuple):
+    """What is drawn of each device."""
 
     title: str
     name: str
-    unit: str
-    base: float
-    #: The metric that tells how much there can be.
+    #: The metric that tells how much there can be; 1 where there is none.
     limit: str | None
+    text: Callable[[float], str]
 
 
 _METRICS = (
-    _Metric("Utilization", "utilization", "%", 0.01, None),
-    _Metric("Memory in use", "memory_used", "GiB", 2.0**30, "memory_total"),
-    _Metric("Power", "power", "W", 1.0, "power_limit"),
+    _Metric("Utilization", "utilization", None, units.percent_text),
+    _Metric("Memory in use", "memory_used", "memory_total", units.bytes_text),
+    _Metric("Power", "power", "power_limit", lambda value: units.watts_of_text(value, None)),
 )
 
 
@@ -196,20 +195,15 @@ def _tracks(recordings: Mapping[str, Sequence[Sample]]) -> tuple[list[_Track], s
 def _titles(tracks: Sequence[_Track], ranks: Sequence[_Rank]) -> tuple[str, str]:
     """What was recorded: the model on which devices; and how, when and how fast."""
     used = {(one.track.prefix, name) for one in ranks for name in one.info.devices}
-    readings = {
-        (track.prefix, reading.device): reading.name
-        for track in tracks
-        for sample in track.samples
-        for reading in sample.devices
-    }
-    names = [readings.get(one, one[1].partition(":")[0]) for one in sorted(used or readings)]
-    told = [f"{n} {_TIMES} {name}" if n > 1 else name for name, n in Counter(names).items()]
-    where = ", ".join(told) or "Devices"
-    first = min(track.samples[0].time for track in tracks if track.samples)
-    last = max(track.samples[-1].time for track in tracks if track.samples)
-    same_day = time.localtime(first)[:3] == time.localtime(last)[:3]
-    until = time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M", time.localtime(last))
-    facts = [f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(first))} to {until}"]
+    samples = [(track.prefix, sample) for track in tracks for sample in track.samples]
+    names = {(prefix, one.device): one.name for prefix, each in samples for one in each.devices}
+    told = Counter(names.get(one, one[1].partition(":")[0]) for one in sorted(used or names))
+    where = ", ".join(f"{n} {_TIMES} {name}" if n > 1 else name for name, n in told.items())
+    first, last = (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pick(each.time for _, each in samples)))
+        for pick in (min, max)
+    )
+    facts = [f"{first} to {last.removeprefix(first[:11])}"]
     if not ranks:
         return where, facts[0]
     info = ranks[0].info
@@ -226,100 +220,92 @@ def _titles(tracks: Sequence[_Track], ranks: Sequence[_Rank]) -> tuple[str, str]
 # --- devices -------------------------------------------------------------------------------------
 
 
+class _Strip(NamedTuple):
+    """A metric of one device."""
+
+    name: str
+    track: _Track
+    readings: Sequence[DeviceReading | None]
+    values: Sequence[float | None]
+    #: The upper end of the scale.
+    top: float
+
+
 def _device_rows(tracks: Sequence[_Track], theme: Theme) -> Iterator[_Row]:
     """Per metric a strip for each device, so that equal ones do not hide each other."""
-    readings = {
-        (track.prefix + name, track): [
-            next((one for one in sample.devices if one.device == name), None)
-            for sample in track.samples
-        ]
-        for track in tracks
-        for name in dict.fromkeys(one.device for s in track.samples for one in s.devices)
-    }
     is_first = True
     for metric in _METRICS:
-        columns = {key: [_value(one, metric) for one in each] for key, each in readings.items()}
-        known = {key: one for key, one in columns.items() if any(v is not None for v in one)}
-        shown = list(known.items())[:MAX_STRIPS]
+        strips = _strips(tracks, metric)
+        shown = strips[:MAX_STRIPS]
         if not shown:
             continue
-        top = _top(metric, [readings[key] for key, _ in shown], [values for _, values in shown])
-        reasons = {
-            reason: None
-            for key, _ in shown
-            for one in readings[key]
-            if one is not None and is_first
-            for reason in one.throttle
-        }
+        told = {reason: None for one in shown for r in one.readings if r for reason in r.throttle}
+        reasons = ", ".join(told) if is_first else ""
         is_first = False
-        for i, ((name, track), values) in enumerate(shown):
-            slow = [bool(one and one.throttle and reasons) for one in readings[name, track]]
-            draw_strip = partial(_draw_strip, theme, name, metric.unit, track, values, slow, top)
-            if i:
-                yield _Row(0.3, 0.07, draw_strip)
-                continue
-            title = f"{metric.title}, each from 0 to {top:.0f} {metric.unit}"
-            title += f" (the first {len(shown)} of {len(known)})" if len(shown) < len(known) else ""
-            told = f"shaded: slowed down ({', '.join(reasons)})" if reasons else ""
-            yield _Row(0.3, 0.5, partial(_titled, draw_strip, title, told, theme))
+        tops = {metric.text(one.top) for one in shown}
+        title = f"{metric.title}, each from 0 to {tops.pop() if len(tops) == 1 else 'all there is'}"
+        title += f" (the first {len(shown)} of {len(strips)})" if len(shown) < len(strips) else ""
+
+        def draw_first(
+            axes: Axes,
+            strip: _Strip = shown[0],
+            metric: _Metric = metric,
+            title: str = title,
+            reasons: str = reasons,
+        ) -> None:
+            _draw_strip(theme, strip, metric, bool(reasons), axes)
+            axes.set_title(title)
+            if reasons:
+                text = f"shaded: slowed down ({reasons})"
+                axes.set_title(text, loc="right", color=theme.warning, weight="normal", size=9)
+
+        yield _Row(0.3, 0.5, draw_first)
+        for strip in shown[1:]:
+            yield _Row(0.3, 0.07, partial(_draw_strip, theme, strip, metric, bool(reasons)))
 
 
-def _titled(draw: Callable[[Axes], None], title: str, more: str, theme: Theme, axes: Axes) -> None:
-    draw(axes)
-    axes.set_title(title)
-    axes.set_title(more, loc="right", color=theme.warning, fontweight="normal", fontsize=9)
+def _strips(tracks: Sequence[_Track], metric: _Metric) -> list[_Strip]:
+    found = []
+    for track in tracks:
+        for name in dict.fromkeys(one.device for each in track.samples for one in each.devices):
+            readings = [
+                next((one for one in each.devices if one.device == name and not one.error), None)
+                for each in track.samples
+            ]
+            values = [None if one is None else one.value(metric.name) for one in readings]
+            known = [value for value in values if value is not None]
+            if known:
+                limits = [one.value(metric.limit) or 0 for one in readings if one and metric.limit]
+                top = max([*known, *limits]) if any(limits) else float(metric.limit is None)
+                found.append(_Strip(track.prefix + name, track, readings, values, top))
+    # Those of which no limit is known have one scale.
+    rest = max((v or 0 for one in found if not one.top for v in one.values), default=0) or 1.0
+    return [one._replace(top=one.top or rest) for one in found]
 
 
-def _draw_strip(
-    theme: Theme,
-    name: str,
-    unit: str,
-    track: _Track,
-    values: Sequence[float | None],
-    slow: Sequence[bool],
-    top: float,
-    axes: Axes,
-) -> None:
-    x, y = curve(track.axis, values, track.gaps)
+def _draw_strip(theme: Theme, strip: _Strip, metric: _Metric, shows_slow: bool, axes: Axes) -> None:
+    x, y = curve(strip.track.axis, strip.values, strip.track.gaps)
     axes.fill_between(x, 0, y, color=theme.line, alpha=0.3, linewidth=0)
     axes.plot(x, y, color=theme.line, linewidth=1.2)
-    for i, (begin, end) in enumerate(itertools.pairwise(track.axis)):
-        if slow[i] and i + 1 not in track.gaps:
-            axes.axvspan(begin, end, color=theme.warning, alpha=0.35, linewidth=0)
-    axes.set_ylim(0, top)
+    if shows_slow:
+        spans = [
+            (begin, end - begin)
+            for i, (begin, end) in enumerate(itertools.pairwise(strip.track.axis))
+            if (reading := strip.readings[i]) and reading.throttle and i + 1 not in strip.track.gaps
+        ]
+        axes.broken_barh(spans, (0, strip.top), color=theme.warning, alpha=0.35, linewidth=0)
+    axes.set_ylim(0, strip.top)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    _name(axes, name)
-    known = [value for value in values if value is not None]
-    told = f"mean {_number(sum(known) / len(known))}, most {_number(max(known))} {unit}"
+    _name(axes, strip.name)
+    known = [value for value in strip.values if value is not None]
+    told = f"mean {metric.text(sum(known) / len(known))}, most {metric.text(max(known))}"
     axes.text(1.01, 0.5, told, transform=axes.transAxes, va="center", fontsize=8.5)
 
 
 def _name(axes: Axes, name: str) -> None:
     """What a strip is about, left of it."""
     axes.text(-0.01, 0.5, name, transform=axes.transAxes, ha="right", va="center")
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
-
-
-def _value(reading: DeviceReading | None, metric: _Metric) -> float | None:
-    value = None if reading is None or reading.error is not None else reading.value(metric.name)
-    return None if value is None else value / metric.base
-
-
-def _top(
-    metric: _Metric,
-    readings: Sequence[Sequence[DeviceReading | None]],
-    values: Sequence[Sequence[float | None]],
-) -> float:
-    """The upper end of all strips: what there can be, or what there was."""
-    if metric.limit is None:
-        return 100.0
-    limits = [one.value(metric.limit) or 0.0 for each in readings for one in each if one]
-    highest = max(value or 0.0 for each in values for value in each)
-    return max(highest, max(limits, default=0.0) / metric.base) or 1.0
 
 
 def curve(
@@ -476,6 +462,9 @@ def _draw_shares(
     axes.set_ylim(0, 1)
     axes.yaxis.tick_right()
     axes.set_yticks([0, 1], ["0", "100 %"], fontsize=7.5)
+    lower, upper = axes.get_yticklabels()
+    lower.set_verticalalignment("bottom")
+    upper.set_verticalalignment("top")
     axes.tick_params(right=False)
     axes.spines["left"].set_visible(False)
     _name(axes, name)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from dataparallel.errors import needs_extra
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.reading import json_text
-from dataparallel.tools.monitor.palette import PHASE_STYLES
+from dataparallel.threads.timeline import PHASES
+from dataparallel.tools.monitor.palette import DARK, LIGHT
 from dataparallel.tools.monitor.prometheus import registry_of
 from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
 from dataparallel.tools.monitor.server import Answer, Request, Route
@@ -48,7 +49,12 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
         "interval": interval,
         "charted": CHARTED,
         "metrics": [[metric.name, metric.unit, metric.meaning] for metric in METRICS],
-        "phases": [[phase, style.color, style.ink] for phase, style in PHASE_STYLES.items()],
+        "phases": [
+            [phase, *(f"light-dark({a}, {b})" for a, b in zip(light[1:], dark[1:], strict=True))]
+            for phase, light, dark in zip(
+                PHASES, LIGHT.phases.values(), DARK.phases.values(), strict=True
+            )
+        ],
     }
     told = Answer(json_text(about).encode(), _JSON)
     page = resources.files("dataparallel.tools.monitor") / "page"

@@ -6,17 +6,17 @@
 const KEPT = 1800;
 const TIMEOUT = 5000;
 const NONE = "n/a";
-/** Of lines, on light and on dark ground; what follows the last one is dashed. */
-const COLORS = ["#3f8fe8", "#e0703a", "#22a06b", "#9b6bf2", "#c99700", "#d94f93", "#2fa7b8", "#8a9099"];
+/** Of each device: what is charted, its title, its unit, and the metric that says how much there can be. */
 const CHARTS = {
   utilization: ["Utilization", "ratio"],
-  memory_used: ["Memory in use", "bytes"],
-  power: ["Power", "W"],
+  memory_used: ["Memory", "bytes", "memory_total"],
+  power: ["Power", "W", "power_limit"],
 };
 
 const find = (selector) => document.querySelector(selector);
 const state = { about: null, points: [], sample: null, finished: false, span: 300 };
-const charts = new Map();
+/** By the element that they are in, charts by title. */
+const charts = new WeakMap();
 let token = takeToken();
 let timer = 0;
 let heard = null;
@@ -31,6 +31,7 @@ function scaled(value, base, units) {
 }
 
 function seconds(value) {
+  if (value === 0) return "0 s";
   if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${Number((value * 1e3).toPrecision(3))} ms`;
   if (value < 120) return `${Number(value.toPrecision(3))} s`;
@@ -47,7 +48,7 @@ const FORMATS = {
   Hz: (v) => scaled(v, 1000, ["Hz", "kHz", "MHz", "GHz"]),
   count: (v) => v.toLocaleString("en"),
   s: seconds,
-  "1/s": (v) => `${v >= 100 ? v.toFixed(0) : v.toPrecision(3)} /s`,
+  "samples/s": (v) => `${v >= 100 ? Math.round(v).toLocaleString("en") : Number(v.toPrecision(3))} samples/s`,
 };
 
 function show(value, unit) {
@@ -72,7 +73,22 @@ function list(parent, items) {
   parent.replaceChildren(...items.map(([text, kind]) => make("li", { class: kind }, text)));
 }
 
-/** Fill a table with rows of texts below its titles. */
+/** The children of an element by their keys, in this order; new ones are made, others removed. */
+function keyed(parent, keys, create) {
+  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const now = keys.map((key) => {
+    const child = old.get(key) ?? create();
+    child.dataset.key = key;
+    old.delete(key);
+    return child;
+  });
+  for (const child of old.values()) child.remove();
+  // What is in its place stays there, so that the focus does.
+  now.forEach((child, i) => parent.children[i] === child || parent.insertBefore(child, parent.children[i] ?? null));
+  return now;
+}
+
+/** Fill a table with rows of texts below its titles; a pair is a text and what it is in full. */
 function fill(table, titles, rows) {
   if (table.tHead === null) {
     const heads = titles.map((title) => make("th", { scope: "col" }, title));
@@ -82,7 +98,12 @@ function fill(table, titles, rows) {
   while (body.rows.length > rows.length) body.deleteRow(-1);
   rows.forEach((cells, i) => {
     const row = body.rows[i] ?? body.insertRow();
-    cells.forEach((text, j) => write(row.cells[j] ?? row.insertCell(), text));
+    cells.forEach((cell, j) => {
+      const [text, title] = [cell].flat();
+      const place = row.cells[j] ?? row.insertCell();
+      write(place, text);
+      place.title = title ?? "";
+    });
   });
 }
 
@@ -99,66 +120,74 @@ function bar(name, parts) {
     return piece;
   });
   const label = `${name}: ${texts.join(", ")}`;
-  const head = make("p", {}, name);
-  return make("div", { class: "replica" }, head, make("div", { class: "bar", role: "img", "aria-label": label }, ...pieces));
+  return [make("p", {}, name), make("div", { class: "bar", role: "img", "aria-label": label }, ...pieces)];
 }
 
-/** Lines over time, by name; they share the pointer and what a drag looks at. */
-function chart(parent, title, unit, times, lines) {
-  const known = Object.entries(lines).filter(([, values]) => values.some((value) => value !== null));
-  const names = JSON.stringify(known.map(([name]) => name));
-  const key = parent.parentNode.id + title;
-  let one = charts.get(key);
-  if (one !== undefined && one.names !== names) {
-    one.element.remove();
-    one.plot.destroy();
-    charts.delete(key);
-    one = undefined;
-  }
-  if (known.length === 0) return;
+/** A line over time with its latest value above; all share the pointer. A small one has no axes. */
+function chart(parent, title, unit, times, values, { whole = null, isSmall = false } = {}) {
+  let one = charts.get(parent)?.get(title);
   if (one === undefined) {
-    const place = make("div");
-    const element = make("figure", { "aria-label": title }, make("figcaption", {}, title), place);
-    parent.append(element);
-    const soft = () => getComputedStyle(element.firstChild).color;
-    const axis = { stroke: soft, grid: { stroke: "#8883", width: 1 }, ticks: { show: false } };
-    const steps = unit === "bytes" ? { incrs: Array.from({ length: 50 }, (_, i) => 2 ** i) } : {};
-    one = { element, names, isZoomed: false };
-    one.plot = new uPlot(
-      {
-        width: place.clientWidth || 300,
-        height: 150,
-        cursor: { sync: { key: "time" }, y: false },
-        scales: { y: { range: (plot, low, high) => [0, (unit === "ratio" ? 1 : high * 1.1) || 1] } },
-        axes: [
-          { ...axis, space: 80, size: 28, values: (plot, ticks) => ticks.map((v) => clock(v)) },
-          { ...axis, space: 24, size: 70, ...steps, values: (plot, ticks) => ticks.map((v) => show(v, unit)) },
-        ],
-        series: [
-          { label: "Time", value: (plot, v) => (v === null ? "" : clock(v)) },
-          ...known.map(([name], i) => ({
-            label: name,
-            stroke: COLORS[i % COLORS.length],
-            dash: i < COLORS.length ? [] : [6, 4],
-            width: 1.5,
-            value: (plot, v) => show(v, unit),
-          })),
-        ],
-        hooks: { setSelect: [(plot) => (one.isZoomed ||= plot.select.width > 0)] },
-      },
-      [[], ...known.map(() => [])],
-      place,
-    );
-    one.plot.over.addEventListener("dblclick", () => (one.isZoomed = false));
-    new ResizeObserver(() => one.plot.setSize({ width: place.clientWidth, height: 150 })).observe(place);
-    charts.set(key, one);
+    one = addChart(parent, title, unit, isSmall);
+    charts.set(parent, (charts.get(parent) ?? new Map()).set(title, one));
   }
-  if (one.isZoomed) return;
-  one.plot.setData([times, ...known.map(([, values]) => values)]);
-  // Without a pointer the legend tells the latest.
-  const tellLatest = () => one.plot.cursor.left < 0 && one.plot.setLegend({ idx: times.length - 1 });
-  // The plot takes its data in a task of its own.
-  queueMicrotask(tellLatest);
+  one.whole = whole;
+  if (!one.isZoomed) one.plot.setData([times, values]);
+}
+
+function addChart(parent, title, unit, isSmall) {
+  const value = make("b");
+  const place = make("div", { class: "plot" });
+  const element = make("figure", { tabindex: "0" }, make("figcaption", {}, `${title} `, value), place);
+  parent.append(element);
+  const height = isSmall ? 34 : 130;
+  const axis = { stroke: () => getComputedStyle(element.firstChild).color, grid: { stroke: "#8883", width: 1 }, ticks: { show: false } };
+  const one = { whole: null, isZoomed: false };
+  const tell = (plot) => {
+    const at = plot.cursor.idx;
+    const seen = plot.data[1][at ?? plot.data[0].length - 1];
+    const whole = one.whole === null || at != null ? "" : ` of ${show(one.whole, unit)}`;
+    write(value, show(seen, unit) + whole + (at == null ? "" : ` at ${clock(plot.data[0][at])}`));
+  };
+  const top = (high) => (unit === "ratio" ? 1 : Math.max(one.whole ?? high * 1.1, high) || 1);
+  one.plot = new uPlot(
+    {
+      width: place.clientWidth || 300,
+      height,
+      padding: isSmall ? [2, 0, 2, 0] : null,
+      legend: { show: false },
+      cursor: { sync: { key: "time" }, y: false },
+      scales: { y: { range: (plot, low, high) => [0, top(high)] } },
+      axes: [
+        { ...axis, show: !isSmall, space: 80, size: 28, values: (plot, ticks) => ticks.map((v) => clock(v)) },
+        { ...axis, show: !isSmall, space: 30, size: 62, values: (plot, ticks) => ticks.map((v) => show(v, unit).replace(" samples/s", "")) },
+      ],
+      series: [{}, { stroke: () => getComputedStyle(place).color, fill: "#4fa3ff33", width: 1.5, points: { show: false } }],
+      hooks: {
+        setSelect: [(plot) => (one.isZoomed ||= plot.select.width > 0)],
+        setCursor: [tell],
+        setData: [tell],
+      },
+    },
+    [[], []],
+    place,
+  );
+  const release = () => {
+    one.isZoomed = false;
+    one.plot.setCursor({ left: -10, top: -10 });
+  };
+  one.plot.over.addEventListener("dblclick", release);
+  element.addEventListener("keydown", ({ key }) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[key];
+    if (key === "Escape") release();
+    if (step === undefined) return;
+    const { plot } = one;
+    const at = (plot.cursor.idx ?? plot.data[0].length - 1) + step;
+    const x = plot.data[0][Math.max(0, Math.min(at, plot.data[0].length - 1))];
+    one.isZoomed = true;
+    plot.setCursor({ left: plot.valToPos(x, "x"), top: 1 });
+  });
+  new ResizeObserver(() => one.plot.setSize({ width: place.clientWidth, height })).observe(place);
+  return one;
 }
 
 function clock(time) {
@@ -185,9 +214,12 @@ function render() {
   const { about, sample } = state;
   if (sample === null || state.points.length === 0) return;
   const points = shownPoints();
-  list(find("#alerts"), sample.alerts.map((one) => [one.text, one.severity]));
+  find("#advice").hidden = sample.advice === null;
+  write(find("#advice span"), sample.advice ?? "");
+  const others = sample.alerts.filter((one) => one.text !== sample.advice);
+  list(find("#alerts"), others.map((one) => [one.text, one.severity]));
   list(find("#notes"), sample.notes.map((text) => [text, ""]));
-  showRun(sample, points);
+  showJobs(sample, points);
   showDevices(sample, points);
   showProcesses(sample.processes);
   const { host } = sample;
@@ -196,101 +228,151 @@ function render() {
 }
 
 function describeHost(host) {
-  const memory = `${show(host.memory_used, "bytes")} of ${show(host.memory_total, "bytes")}`;
-  const threads = Object.entries(host.threads).sort((a, b) => b[1] - a[1]).slice(0, 8);
+  const of = (used, total) => `${show(used, "bytes")} of ${show(total, "bytes")}`;
+  const facts = [`${show(host.utilization, "ratio")} of ${host.num_cpus} processors`, of(host.memory_used, host.memory_total)];
+  if (host.swap_used) facts.push(`swap ${of(host.swap_used, host.swap_total)}`);
+  if (host.load) facts.push(`load ${host.load.map((one) => one.toFixed(1)).join(", ")}`);
+  const threads = Object.entries(host.threads).sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
   const busy = threads.map(([name, use]) => `${name} ${show(use, "ratio")}`).join(", ");
-  const processors = `${show(host.utilization, "ratio")} of ${host.num_cpus} processors`;
-  return `Host: ${processors}, ${memory}${busy && `. Threads of the run: ${busy}`}`;
+  return `Host: ${facts.join(", ")}${busy && `. Threads: ${busy}`}`;
 }
 
-function showRun(sample, points) {
-  const { run } = sample;
-  find("#run").hidden = run === null;
-  if (run === null) return;
-  const { info, last } = run;
-  const rank = info.world_size > 1 ? `, rank ${run.rank} of ${info.world_size}` : "";
-  const gone = sample.gone === null ? "" : `, gone for ${seconds(sample.gone)}`;
-  const steps = run.num_steps.toLocaleString("en");
-  write(find("#run h2 small"), `${info.wrapper}(${info.model}), process ${run.pid}${rank}, step ${steps}${gone}`);
-  find("#run").classList.toggle("past", sample.gone !== null);
+/** A section per job, with all ranks that are seen from here. */
+function showJobs(sample, points) {
+  const jobs = new Map();
+  for (const run of sample.runs) jobs.set(run.job, [...(jobs.get(run.job) ?? []), run]);
+  const sections = keyed(find("#jobs"), [...jobs.keys()], () => find("#job").content.firstElementChild.cloneNode(true));
   const times = points.map((point) => point.time);
-  const column = (name) => ({ "the run": points.map((point) => point[name] ?? null) });
-  chart(find("#run .charts"), "Samples per second", "1/s", times, column("speed"));
-  chart(find("#run .charts"), "Time of a step", "s", times, column("step"));
-  const shares = info.devices.map((device, i) => {
-    const [phase, since] = run.now[i] ?? ["idle", 0];
-    const now = sample.gone === null ? `, now ${phase}${since >= 1 ? ` for ${seconds(since)}` : ""}` : "";
-    const speed = sample.scores[i] == null ? "" : `, speed ${show(sample.scores[i], "ratio")} of the fastest`;
+  [...jobs.values()].forEach((runs, i) => {
+    const one = (selector) => sections[i].querySelector(selector);
+    const [{ state: first }] = runs;
+    const { info } = first;
+    const isGone = runs.every((run) => run.gone !== null);
+    const facts = [
+      info.wrapper,
+      info.world_size === 1 ? `process ${first.pid}` : `${runs.length === info.world_size ? "" : `${runs.length} of `}${info.world_size} ranks`,
+      `step ${Math.max(...runs.map((run) => run.state.num_steps)).toLocaleString("en")}`,
+      ...(isGone ? [`gone for ${seconds(runs[0].gone)}`] : []),
+    ];
+    write(one("h2 span"), info.model);
+    write(one("h2 small"), facts.join(", "));
+    sections[i].classList.toggle("past", isGone);
+    const course = (j, merge) => points.map((point) => {
+      const known = runs.map((run) => point.runs?.[run.id]?.[j] ?? null).filter((value) => value !== null);
+      return known.length ? merge(known) : null;
+    });
+    const place = one(".charts");
+    const all = runs.length > 1 ? ", all ranks" : "";
+    chart(place, `Throughput${all}`, "samples/s", times, course(0, (each) => each.reduce((a, b) => a + b)));
+    chart(place, runs.length > 1 ? "Step, slowest rank" : "Step", "s", times, course(1, (each) => Math.max(...each)));
+    one(".shares").replaceChildren(...runs.map((run) => sharesOf(run, runs, sample)));
+    const lasts = runs.filter((run) => run.state.last !== null);
+    one(".last").replaceChildren(...lasts.map((run) => lastOf(run, runs)));
+    if (lasts.length) {
+      const { number, kind } = lasts[0].state.last;
+      const samples = lasts.reduce((sum, run) => sum + run.state.last.samples, 0);
+      write(one("h3 small"), `${number.toLocaleString("en")}, ${kind}, ${samples.toLocaleString("en")} samples`);
+    }
+    const occurring = new Set(runs.flatMap((run) => run.shares.flatMap((shares) => Object.keys(shares))));
+    const swatches = state.about.phases.filter(([name]) => occurring.has(name)).map(([name, color]) => {
+      const swatch = make("i");
+      swatch.style.background = color;
+      return make("li", {}, swatch, name);
+    });
+    one(".phases").replaceChildren(...swatches);
+  });
+}
+
+/** A rank's bars below its name, where there are several ranks. */
+function rankOf(run, runs, more, bars) {
+  const slow = state.sample.alerts.find((one) => one.kind === "slow rank" && one.numbers.rank === run.rank);
+  const note = slow === undefined ? "" : " the slowest";
+  const name = runs.length > 1 ? [make("div", {}, `Rank ${run.rank}`, make("b", {}, note), make("small", {}, more))] : [];
+  return make("div", { class: note && "slow" ? "rank slow" : "rank" }, ...name, ...bars.flat());
+}
+
+function sharesOf(run, runs, sample) {
+  const bars = run.state.info.devices.map((device, i) => {
+    const [phase, since] = run.state.now[i] ?? ["idle", 0];
+    const now = run.gone === null ? `, now ${phase}${since >= 1 ? ` for ${seconds(since)}` : ""}` : "";
+    const speed = run.scores[i] == null ? "" : `, speed ${show(run.scores[i], "ratio")} of the fastest`;
     let end = 0;
     const parts = state.about.phases.map(([name]) => {
-      const share = sample.shares[i]?.[name] ?? 0;
+      const share = run.shares[i]?.[name] ?? 0;
       end += share;
       return [name, end - share, end, show(share, "ratio")];
     });
     return bar(`replica ${i} on ${device}${now}${speed}`, parts);
   });
-  find("#shares").replaceChildren(...shares);
-  if (last !== null) {
-    const ends = last.replicas.map((replica) => replica.segments.at(-1)?.end ?? 0);
-    // On an accelerator a replica may end later than the host.
-    const length = Math.max(last.seconds, ...ends, 1e-9);
-    write(find("#last").previousElementSibling.lastChild, `${last.number}, ${last.kind}, ${last.samples} samples, ${seconds(length)}`);
-    const rows = last.replicas.map((replica) => {
-      const parts = replica.segments.map((one) => [one.phase, one.begin / length, one.end / length, seconds(one.end - one.begin)]);
-      return bar(`replica ${replica.index} on ${replica.device}, ${replica.samples} samples`, parts);
-    });
-    find("#last").replaceChildren(...rows);
-  }
-  const swatches = state.about.phases.map(([name, color]) => {
-    const swatch = make("i");
-    swatch.style.background = color;
-    return make("li", {}, swatch, name);
-  });
-  find("#phases").replaceChildren(...swatches);
+  const gone = run.gone === null ? "" : `, gone for ${seconds(run.gone)}`;
+  return rankOf(run, runs, ` process ${run.pid}${gone}`, bars);
 }
 
+function lastOf(run, runs) {
+  const { last } = run.state;
+  // All ranks have one scale. On an accelerator a replica may end later than the host.
+  const ends = runs.flatMap(({ state: { last: one } }) => [one?.seconds ?? 0, ...(one?.replicas ?? []).map((replica) => replica.segments.at(-1)?.end ?? 0)]);
+  const length = Math.max(...ends, 1e-9);
+  const bars = last.replicas.map((replica) => {
+    const parts = replica.segments.map((one) => [one.phase, one.begin / length, one.end / length, seconds(one.end - one.begin)]);
+    return bar(`replica ${replica.index} on ${replica.device}, ${replica.samples} samples`, parts);
+  });
+  return rankOf(run, runs, ` ${seconds(last.seconds)}`, bars);
+}
+
+/** A row per device, so that equal ones do not hide each other. */
 function showDevices(sample, points) {
-  const { devices, run } = sample;
+  const { devices, versions } = sample;
+  write(find("#devices h2 small"), Object.entries(versions).map((one) => one.join(" ")).join(", "));
   const times = points.map((point) => point.time);
-  state.about.charted.forEach((metric, i) => {
-    const line = ({ device }) => [device, points.map((point) => point.devices[device]?.[i] ?? null)];
-    chart(find("#devices .charts"), ...CHARTS[metric], times, Object.fromEntries(devices.map(line)));
+  const charted = state.about.charted.filter((metric) => devices.some((one) => one.values[metric] != null));
+  const parent = find("#devices .rows");
+  parent.style.setProperty("--charts", charted.length);
+  const rows = keyed(parent, devices.map(({ device }) => device), () => {
+    const more = make("details", {}, make("summary", {}, "more"), make("dl"));
+    return make("div", { class: "device" }, make("div", {}, make("b"), make("p"), make("p", { class: "trouble" }), more));
   });
-  const of = (value, whole, unit) => show(value, unit) + (whole == null ? "" : ` of ${show(whole, unit)}`);
-  const told = new Set(["utilization", "memory_used", "memory_free", "memory_total", "power", "power_limit", "temperature"]);
-  const rows = devices.map(({ device, name, uuid, values, throttle, parent, error }) => {
-    const replicas = (run?.info.devices ?? []).flatMap((own, i) => {
-      const known = run.info.uuids[i];
-      return (known === null || uuid === null ? own === device : known === uuid) ? [i] : [];
-    });
-    const facts = [
-      error,
-      throttle.length ? `slowed down: ${throttle.join(", ")}` : null,
-      parent === null ? null : `part of ${parent}`,
-      replicas.length ? `replica ${replicas.join(", ")}` : null,
-    ];
+  devices.forEach((one, i) => {
+    const { device, name, uuid, values, throttle, parent: whole, error } = one;
+    const text = (selector, ...parts) => write(rows[i].querySelector(selector), parts.filter(Boolean).join(", "));
+    text("b", device);
+    text("p", name, whole && `part of ${whole}`, values.temperature != null && show(values.temperature, "C"), usersOf(one, sample.runs));
+    text(".trouble", error, throttle.length && `slowed down: ${throttle.join(", ")}`);
+    rows[i].querySelector(".trouble").className = `trouble ${error === null ? "warning" : "error"}`;
+    for (const metric of charted) {
+      const [title, unit, limit] = CHARTS[metric];
+      const course = points.map((point) => point.devices[device]?.[state.about.charted.indexOf(metric)] ?? null);
+      chart(rows[i], title, unit, times, course, { whole: values[limit] ?? null, isSmall: true });
+    }
+    const told = new Set([...state.about.charted, "memory_total", "power_limit", "temperature"]);
     const more = state.about.metrics.filter(([metric]) => !told.has(metric) && values[metric] != null);
-    return [
-      device,
-      name,
-      show(values.utilization, "ratio"),
-      of(values.memory_used, values.memory_total, "bytes"),
-      of(values.power, values.power_limit, "W"),
-      show(values.temperature, "C"),
-      facts.filter((fact) => fact !== null).join("; "),
-      more.map(([metric, unit]) => `${metric.replaceAll("_", " ")} ${show(values[metric], unit)}`).join(", "),
-    ];
+    const facts = more.map(([metric, unit, meaning]) => [meaning, show(values[metric], unit)]);
+    if (uuid !== null) facts.push(["identity", uuid]);
+    rows[i].querySelector("details").hidden = facts.length === 0;
+    rows[i].querySelector("dl").replaceChildren(...facts.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]));
   });
-  fill(find("#devices .table table"), ["Device", "Name", "Use", "Memory", "Power", "Temperature", "State", "More"], rows);
+}
+
+/** The replicas that are on a device. */
+function usersOf({ device, uuid }, runs) {
+  return runs
+    .filter((run) => run.gone === null)
+    .map((run) => {
+      const { devices, uuids, world_size: size } = run.state.info;
+      const own = devices.flatMap((name, i) => ((uuids[i] === null || uuid === null ? name === device : uuids[i] === uuid) ? [i] : []));
+      return own.length && `${size > 1 ? `rank ${run.rank} ` : ""}replica ${own.join(", ")}`;
+    })
+    .filter(Boolean)
+    .join("; ");
 }
 
 function showProcesses(processes) {
   find("#processes").hidden = processes.length === 0;
-  const titles = ["Device", "PID", "Process", "User", "Device memory", "Device use", "CPU", "Host memory"];
+  const titles = ["Device", "PID", "Process", "User", "Device memory", "Utilization", "CPU", "Host memory"];
   const rows = processes.map((one) => [
     one.device,
     String(one.pid),
-    one.name ?? NONE,
+    [one.name ?? NONE, one.command],
     one.user ?? NONE,
     show(one.memory, "bytes"),
     show(one.utilization, "ratio"),

@@ -1,0 +1,200 @@
+"""The page of `monitor serve` in Chromium; `make browser` runs this, pytest by itself does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.tools.monitor.sample_store import SampleStore
+from tests.monitor.cases import PID, make_device, make_run, make_sample
+from tests.monitor.test_serve import ask, site
+
+DESKTOP, PHONE = 1280, 390
+#: Each text that has less than the contrast of WCAG 2, with its contrast.
+FAINT = """() => {
+  const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = parts(color).map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const ground = (node) => {
+    const color = getComputedStyle(node).backgroundColor;
+    return (parts(color)[3] ?? 1) > 0 || node.parentElement === null ? color : ground(node.parentElement);
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const text = [...node.childNodes].filter((one) => one.nodeType === 3).map((one) => one.data).join("").trim();
+    if (!text || !node.checkVisibility()) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
+    const contrast = Math.max(a, b) / Math.min(a, b);
+    if (contrast < 4.5) found.push([text, contrast]);
+  }
+  return found;
+}"""  # noqa: E501
+
+
+class Asked(SampleStore):
+    """Does something each time when the page asks."""
+
+    def __init__(self, do: Callable[[SampleStore, int], object]) -> None:
+        super().__init__()
+        self.do = do
+        self.number = 0
+
+    def after(self, time: float) -> str:
+        self.do(self, self.number)
+        self.number += 1
+        return super().after(time)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # Without one of the system, playwright's own; it tells how to install that.
+        path = shutil.which("chromium") or shutil.which("google-chrome")
+        yield playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens an address; no page may have complained at the end."""
+    complaints: list[str] = []
+
+    def note(message: Any) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            complaints.append(message.text)
+
+    def opened(url: str, width: int = DESKTOP, scheme: Any = "light") -> Page:
+        page = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        page.on("console", note)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in browser.contexts:
+        context.close()
+    assert not complaints
+
+
+def two_ranks(tick: int) -> Sample:
+    """The machine, whose devices a second rank uses too."""
+    sample = make_sample(tick)
+    (first,) = sample.runs
+    host = HostReading(0.4, 64, 1.0, 2.0, {"rank 1 main": 0.5, "rank 0 main": 0.9})
+    second = dataclasses.replace(first, rank=1, pid=PID + 1)
+    return dataclasses.replace(sample, runs=(first, second), host=host)
+
+
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_job_is_shown_whole_on_any_screen(
+    open_page: Callable[..., Page], width: int, scheme: str
+) -> None:
+    with site(Asked(lambda store, number: store.add(two_ranks(number)))) as server:
+        page = open_page(server.url, width, scheme)
+        for text in (
+            "Change first Replica 0 on cuda:0 takes 1.7 times as long per sample",
+            "DistributedDataParallel, 2 ranks, step",
+            # Six steps a second, of 104 samples each, in each rank.
+            "Throughput, all ranks 1,248 samples/s",
+            "Step, slowest rank 170 ms",
+            "replica 0 on cuda:0, now forward, speed 52 % of the fastest",
+            "train, 208 samples",
+            "Host: 40 % of 64 processors, 1 B of 2 B. Threads: rank 0 main 90 %, rank 1 main 50 %",
+            "cuda:2 cannot be read: GPU is lost",
+            "NVLink counters need a driver",
+            "NVIDIA H100 80GB HBM3, 55 °C, rank 0 replica 0; rank 1 replica 0",
+        ):
+            shown = page.get_by_text(re.compile(re.escape(text))).or_(
+                page.locator("figcaption, #advice").filter(has_text=text)
+            )
+            expect(shown.first).to_be_visible()
+        for rank in range(2):
+            expect(page.get_by_text(f"Rank {rank}").first).to_be_visible()
+        # Equal devices do not hide each other.
+        assert page.locator(".device").count() == 5
+        assert page.locator(".device canvas").count() == 15
+        page.locator("summary").first.click()
+        expect(page.get_by_text("memory errors that were not corrected").first).to_be_visible()
+        overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert overflow <= 0
+        assert page.evaluate(FAINT) == []
+        # It asks again by itself.
+        first = page.locator("#jobs h2 small").inner_text()
+        expect(page.locator("#jobs h2 small")).not_to_have_text(first)
+
+
+def test_charts_obey_the_keyboard(open_page: Callable[..., Page]) -> None:
+    with site() as server:
+        page = open_page(server.url)
+        chart = page.locator("figure").first
+        expect(chart).to_contain_text("samples/s")
+        chart.focus()
+        chart.press("ArrowLeft")
+        expect(chart.locator("b")).to_contain_text(re.compile(r"samples/s at \d\d:\d\d:\d\d"))
+        chart.press("Escape")
+        expect(chart.locator("b")).to_have_text("624 samples/s")
+
+
+EVIL = "<img src=x onerror=\"document.title='broken into'\"><script>document.title='too'</script>"
+
+
+def test_text_from_outside_stays_text(open_page: Callable[..., Page]) -> None:
+    run = make_run()
+    info = dataclasses.replace(run.info, model=EVIL, devices=(EVIL,) * 4)
+    store = SampleStore()
+    store.add(
+        make_sample(
+            devices=(DeviceReading(EVIL, EVIL, EVIL, EVIL, {"fan": 0.5}, (EVIL,), EVIL),),
+            processes=(ProcessReading(EVIL, PID, EVIL, EVIL, 1.0, command=EVIL),),
+            host=HostReading(0.5, 2, 1.0, 2.0, {EVIL: 0.5}),
+            runs=(dataclasses.replace(run, info=info, job=EVIL),),
+            notes=(EVIL,),
+        )
+    )
+    with site(store) as server:
+        page = open_page(server.url)
+        expect(page.locator(".device b").first).to_have_text(EVIL)
+        served = ask(server, "/").body.decode()
+        assert page.content().count("onerror") > 10
+        assert page.locator("img").count() == 0
+        assert page.locator("script").count() == served.count("<script")
+        assert page.title() == "dataparallel monitor"
+
+
+def test_the_page_takes_the_token_of_the_address_or_asks(open_page: Callable[..., Page]) -> None:
+    with site(token="gehéim") as server:
+        page = open_page(f"{server.url}?token={quote('gehéim')}")
+        expect(page.get_by_text("48.0 GiB of 80.0 GiB").first).to_be_visible()
+        page = open_page(f"{server.url}?token=wrong")
+        expect(page.get_by_text("This is not the token of the server.")).to_be_visible()
+        page.locator("#token").fill("gehéim")
+        page.locator("#token").press("Enter")
+        expect(page.get_by_text("48.0 GiB of 80.0 GiB").first).to_be_visible()
+        expect(page.locator("#ask")).to_be_hidden()
+
+
+def test_the_page_says_when_the_server_does_not_answer(
+    open_page: Callable[..., Page], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail_later(store: SampleStore, number: int) -> None:
+        if number:
+            raise OSError("out of order")
+        store.add(make_sample(devices=(make_device(0),)))
+
+    with site(Asked(fail_later)) as server:
+        page = open_page(server.url)
+        expect(page.get_by_text("not connected")).to_be_visible()
+        expect(page.get_by_text("48.0 GiB of 80.0 GiB")).to_be_visible()
+    assert "out of order" in capfd.readouterr().err
