@@ -331,10 +331,14 @@ def test_only_what_the_user_may_end_is_ended(monkeypatch: pytest.MonkeyPatch) ->
                 end_process(pid, "kill", started=when)
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: 12345)
-            with pytest.raises(PermissionError, match=r"belongs to \w+, who alone may end it"):
+            with pytest.raises(
+                PermissionError, match=r"belongs to \w+; only that user and root may"
+            ):
                 end_process(child.pid, "kill", started=started)
-        with pytest.raises(ProcessLookupError, match="is gone"):
-            environment(2**22 + 1)
+        for pid, when, error, text in others[3:]:
+            with pytest.raises(error, match=text):
+                environment(pid, started=when)
+        assert environment(child.pid, started=started)["PATH"] == os.environ["PATH"]
         assert child.poll() is None
         end_process(child.pid, "interrupt", started=started)
         assert child.wait(60) == -signal.SIGINT

@@ -371,7 +371,7 @@ class TopApp(App[None]):
             return
         process = self._selected.process
         try:
-            told = process_control.environment(process.pid)
+            told = process_control.environment(process.pid, started=process.started)
         except OSError as error:
             self._tell(error)
             return

@@ -46,41 +46,48 @@ def may_end(pid: int, *, started: float | None) -> psutil.Process:
     if pid <= 1 or pid == os.getpid():
         what = "this monitor itself" if pid > 1 else "what all others live by"
         raise PermissionError(f"process {pid} is {what}; it is not ended from here")
-    if started is None:
-        raise PermissionError(
-            f"process {pid} cannot be seen from here; in a container, start it with --pid=host"
-        )
     try:
-        process = psutil.Process(pid)
-        # Only nearly: the time of the boot, from which it is counted, is adjusted now and then.
-        is_same = abs(process.create_time() - started) < 1.0
+        process = _find(pid, started)
         user = process.username()
         # Windows does not tell numbers of users, and refuses by itself.
         mine = not hasattr(os, "geteuid") or os.geteuid() in (0, process.uids().real)
     except psutil.AccessDenied:
-        is_same, user, mine = True, "somebody else", False
+        user, mine = "somebody else", False
     except psutil.NoSuchProcess:
-        is_same = False
-    if not is_same:
-        raise ProcessLookupError(f"process {pid} is gone")
+        raise ProcessLookupError(f"process {pid} is gone") from None
     if not mine:
-        raise PermissionError(f"process {pid} belongs to {user}, who alone may end it")
+        raise PermissionError(
+            f"process {pid} belongs to {user}; only that user and root may end it"
+        )
     return process
 
 
-def environment(pid: int) -> dict[str, str]:
-    """The environment with which a process was started.
+def environment(pid: int, *, started: float | None) -> dict[str, str]:
+    """The environment with which a process was started; the arguments as for :func:`end_process`.
 
     Raises:
-        PermissionError: It is somebody else's.
+        PermissionError: It is somebody else's, or cannot be seen.
         ProcessLookupError: It is gone.
     """
     try:
-        return dict(psutil.Process(pid).environ())
+        return dict(_find(pid, started).environ())
     except psutil.AccessDenied:
         raise PermissionError(f"the environment of process {pid} is somebody else's") from None
     except psutil.Error:
         raise ProcessLookupError(f"process {pid} is gone") from None
+
+
+def _find(pid: int, started: float | None) -> psutil.Process:
+    if started is None:
+        raise PermissionError(
+            f"process {pid} cannot be seen from here; in a container, start it with --pid=host"
+        )
+    process = psutil.Process(pid)
+    # Only nearly: the time of the boot, from which it is counted, is adjusted now and then.
+    is_same = abs(process.create_time() - started) < 1.0
+    if not is_same or process.status() == psutil.STATUS_ZOMBIE:
+        raise ProcessLookupError(f"process {pid} is gone")
+    return process
 
 
 def ancestors(processes: Iterable[ProcessReading], host: HostProcesses) -> list[ProcessReading]:
