@@ -1,4 +1,4 @@
-"""Watch a run from another process of the same user.
+"""Watch runs from another process of the same user.
 
 Note [Sockets of runs]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -24,13 +24,14 @@ import json
 import logging
 import os
 import re
+import selectors
 import socket
 import stat
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from dataparallel.monitor.run import RunState
 
@@ -56,7 +57,7 @@ def runs() -> list[int]:
     Example::
 
         for pid in runs():
-            print(pid, Attachment(pid).state())
+            print(pid, ask(pid).states)
 
     Returns:
         Their numbers, in ascending order.
@@ -64,82 +65,89 @@ def runs() -> list[int]:
     return sorted({pid for pid, _, path in _sockets() if not _remove_if_stale(path)})
 
 
-class Attachment:
-    """Asks a run for its state. See Note [Sockets of runs].
+class Answers(NamedTuple):
+    """What runs have told: their states, in order, and of the others why not, in words."""
+
+    states: tuple[RunState, ...]
+    problems: tuple[str, ...]
+
+
+def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
+    """Ask runs for their states, all at the same time. See Note [Sockets of runs].
 
     Example::
 
         with StepMonitor(model):
-            print(Attachment(os.getpid()).state())
+            print(ask(os.getpid()).states)
 
     Args:
-        pid: The process; one of :func:`runs`. If it has several monitors, the newest one answers.
-        timeout: How long an answer may take, in seconds. Default: 2.
+        pid: The process to ask; it may have several runs. Default: all of this user's.
+        timeout: How long the answers may take, all together, in seconds. Default: 2.
 
-    Raises:
-        ValueError: The process has no run that can be watched.
+    Returns:
+        The states of the runs that go on, and what those that have not answered are about.
     """
+    answers: list[tuple[int, bytes]] = []
+    silent: list[int] = []
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for owner, _, path in _sockets():
+            if pid is None or pid == owner:
+                connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+                connection.setblocking(False)
+                try:
+                    connection.connect(str(path))
+                except BlockingIOError:
+                    # Nobody accepts, and the queue is full.
+                    silent.append(owner)
+                except (ConnectionRefusedError, FileNotFoundError):
+                    path.unlink(missing_ok=True)
+                else:
+                    selector.register(connection, selectors.EVENT_READ, (owner, bytearray()))
+        deadline = time.monotonic() + timeout
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                (owner, answer), connection = key.data, cast(socket.socket, key.fileobj)
+                received = b""
+                with contextlib.suppress(ConnectionError):
+                    received = connection.recv(1 << 20)
+                answer += received
+                if not received or len(answer) > _MAX_ANSWER:
+                    selector.unregister(connection)
+                    answers.append((owner, bytes(answer)))
+        silent += [key.data[0] for key in selector.get_map().values()]
+    states, problems = [], []
+    for owner in dict.fromkeys(silent):
+        problems.append(
+            f"process {owner} has not answered within {timeout:g} seconds; it may be stopped, or "
+            "be in a call that lets no other thread run"
+        )
+    for owner, told in answers:
+        # Nothing is told by a run that ends just now.
+        if told:
+            try:
+                states.append(_state(owner, told))
+            except ValueError as error:
+                problems.append(str(error))
+    return Answers(tuple(sorted(states, key=lambda state: state.order)), tuple(problems))
 
-    def __init__(self, pid: int, timeout: float = 2.0) -> None:
-        self._pid = pid
-        self._timeout = timeout
-        found = runs()
-        if pid not in found:
-            others = (
-                f"these have: {', '.join(map(str, found))}"
-                if found
-                else "no process of this user has"
-            )
-            raise ValueError(
-                f"process {pid} has no run that can be watched, but {others}. A run can be watched "
-                "inside `with dataparallel.monitor.StepMonitor(model):`, by the user who has "
-                "started it"
-            )
 
-    def state(self) -> RunState | None:
-        """The run as it is now.
-
-        Returns:
-            The state; None when the run has ended.
-
-        Raises:
-            TimeoutError: The process has not answered in time.
-            ValueError: What it answered cannot be understood.
-        """
-        for pid, _, path in reversed(_sockets()):
-            if pid == self._pid:
-                with contextlib.suppress(ConnectionError, FileNotFoundError):
-                    answer = self._ask(path)
-                    # Shorter where the run ends just now.
-                    if answer.endswith(b"\n"):
-                        return self._read(answer)
-        return None
-
-    def _ask(self, path: Path) -> bytes:
-        try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(self._timeout)
-                connection.connect(str(path))
-                with connection.makefile("rb") as answer:
-                    return answer.readline(_MAX_ANSWER)
-        except (TimeoutError, BlockingIOError):
-            # The second one: nobody accepts, and the queue is full.
-            raise TimeoutError(
-                f"process {self._pid} has not answered within {self._timeout:g} seconds; it may be "
-                "stopped, or be in a call that lets no other thread run; try again"
-            ) from None
-
-    def _read(self, answer: bytes) -> RunState:
-        try:
-            content: Any = json.loads(answer)
-            if content["version"] == VERSION and "error" not in content:
-                return RunState.from_json(content["state"])
-            told = content.get("error", f"version {content['version']} of the protocol is spoken")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
-            raise ValueError(
-                f"process {self._pid} answers with what is no state of a run: {answer[:80]!r}"
-            ) from failure
-        raise ValueError(f"process {self._pid}: {told} (this is version {VERSION})")
+def _state(pid: int, answer: bytes) -> RunState:
+    if not answer.endswith(b"\n"):
+        raise ValueError(
+            f"the answer of process {pid} was cut off after {len(answer)} bytes: this process "
+            "reads too slowly, or that one is ending"
+        )
+    try:
+        content: Any = json.loads(answer)
+        if content["version"] == VERSION and "error" not in content:
+            return RunState.from_json(content["state"])
+        told = content.get("error", f"version {content['version']} of the protocol is spoken")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
+        raise ValueError(
+            f"process {pid} answers with what is no state of a run: {answer[:80]!r}"
+        ) from failure
+    raise ValueError(f"process {pid}: {told} (this is version {VERSION})")
 
 
 class Publisher:

@@ -80,10 +80,10 @@ def test_devices_have_torch_s_names(source: NvmlSource) -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     uuids = tuple(device_uuid(device) for device in devices)
     names = tuple(str(device) for device in devices)
-    source.attach(RunInfo("Net", "DataParallel", devices=names, uuids=uuids))
+    source.attach([RunInfo("Net", "DataParallel", devices=names, uuids=uuids)])
     by_run = {one.uuid: one.device for one in source.read().devices}
     assert {uuid: by_run[uuid] for uuid in uuids if uuid} == dict(zip(uuids, names, strict=True))
-    source.attach(None)
+    source.attach([])
     reading = source.read()
     if not any("PCI_BUS_ID" in note for note in reading.notes):
         assert {one.uuid: one.device for one in reading.devices} == by_run

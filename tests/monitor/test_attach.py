@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,7 @@ import torch
 
 import dataparallel
 from dataparallel.monitor import StepMonitor, attach
-from dataparallel.monitor.attach import Attachment, Publisher, runs
+from dataparallel.monitor.attach import Publisher, ask, runs
 from dataparallel.monitor.run import RunState
 from tests.monitor.cases import a_state
 from tests.monitor.cases import run_folder as run_folder
@@ -75,17 +79,15 @@ def test_a_run_is_watched_while_it_trains(run_folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with StepMonitor(model) as monitor:
         assert runs() == [ME]
-        watchers = [Attachment(ME) for _ in range(2)]
         for number in range(1, 4):
             model(torch.ones(4, 2)).sum().backward()
             optimizer.step()
             monitor.step()
-            for watcher in watchers:
-                state = watcher.state()
-                assert state is not None
+            for pid in (ME, None):
+                (state,) = ask(pid).states
                 assert (state.pid, state.num_steps) == (ME, number)
                 assert state.last == monitor.steps[-1]
-    assert watchers[0].state() is None
+    assert ask() == ((), ())
     assert runs() == [] and not list(run_folder.iterdir()) and not threads()
 
 
@@ -101,28 +103,37 @@ def test_a_run_of_another_process_is_watched(run_folder: Path) -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        attachment = Attachment(process.pid)
-        assert attachment.state() == a_state(7, pid=process.pid)
+        assert ask(process.pid).states == (a_state(7, pid=process.pid),)
         (file,) = run_folder.iterdir()
         with connected(run_folder) as connection, connection.makefile() as answer:
             assert json.loads(answer.read())["state"]["pid"] == process.pid
         process.kill()
         process.wait(10)
-        assert attachment.state() is None
         assert file.exists()
-        assert runs() == [] and not list(run_folder.iterdir())
+        assert ask(process.pid) == ((), ()) and not list(run_folder.iterdir())
 
 
-def test_of_several_monitors_the_newest_answers() -> None:
-    first, second = Publisher(lambda: a_state(11)), Publisher(lambda: a_state(22))
-    assert runs() == [ME]
-    attachment = Attachment(ME)
-    for publisher, expected in ((second, 22), (first, 11)):
-        state = attachment.state()
-        assert state is not None and state.num_steps == expected
+def test_all_runs_answer_and_one_that_hangs_delays_them_no_further(run_folder: Path) -> None:
+    """In the order of their jobs and ranks, several of one process too; all have one deadline."""
+    run = a_state()
+    states = [
+        dataclasses.replace(run, job=job, rank=rank, number=number)
+        for job, rank, number in (("b", 1, 0), ("a", 7, 0), ("b", 0, 3), ("b", 0, 2))
+    ]
+    hanging = [socket_of(run_folder, PID + i) for i in range(3)]
+    publishers = [Publisher(partial(dataclasses.replace, state)) for state in states]
+    assert [one.order for one in ask(ME).states] == sorted(one.order for one in states)
+    # So long that it is exceeded at once if one follows the other.
+    began = time.monotonic()
+    answers = ask(timeout=2)
+    assert time.monotonic() - began < 4
+    assert answers.states == ask(ME).states and len(answers.states) == 4
+    silent = [f"process {PID + i} has not answered within 2 seconds" for i in range(3)]
+    assert [text.partition(";")[0] for text in answers.problems] == silent
+    for publisher in publishers:
         publisher.close()
-    assert attachment.state() is None
-    first.close()
+    for listener in hanging:
+        listener.close()
 
 
 def test_a_forked_child_leaves_its_parents_socket_alone(
@@ -136,7 +147,7 @@ def test_a_forked_child_leaves_its_parents_socket_alone(
         publisher.close()
         os._exit(0 if list(run_folder.iterdir()) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert Attachment(ME).state() == a_state()
+    assert ask(ME).states == (a_state(),)
 
 
 def test_a_state_that_fails_is_told() -> None:
@@ -144,8 +155,8 @@ def test_a_state_that_fails_is_told() -> None:
         raise RuntimeError("no state today")
 
     publisher = Publisher(fails)
-    with pytest.raises(ValueError, match="cannot tell its state: RuntimeError: no state today"):
-        Attachment(ME).state()
+    (problem,) = ask(ME).problems
+    assert "cannot tell its state: RuntimeError: no state today" in problem
     publisher.close()
 
 
@@ -154,12 +165,13 @@ def test_a_watcher_that_does_not_read_delays_others_for_little(
 ) -> None:
     monkeypatch.setattr(attach, "_PATIENCE", 0.2)
     # It does not fit into the socket.
-    monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (1 << 20) + b"{}\n")
-    with (
-        connected(run_folder),
-        pytest.raises(ValueError, match="no state of a run"),
-    ):
-        Attachment(ME, timeout=10).state()
+    answer = json.dumps({"version": 3, "state": a_state().to_json()}).encode() + b"\n"
+    monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (1 << 20) + answer)
+    with connected(run_folder) as slow:
+        assert ask(ME, timeout=10).states == (a_state(),)
+        # What it finds at last is cut off.
+        with slow.makefile("rb") as file:
+            assert len(file.read()) < 1 << 20
 
 
 def test_the_thread_rests_nine_times_as_long_as_it_works(
@@ -192,24 +204,24 @@ def test_a_process_that_does_not_answer(
     run_folder: Path, listener: socket.socket, asked_before: int
 ) -> None:
     """As one that is stopped: until its queue is full, the system accepts connections for it."""
-    attachment = Attachment(PID, timeout=0.05)
     listener.listen(0)
     queue = [socket.socket(socket.AF_UNIX) for _ in range(asked_before)]
     for one in queue:
         one.setblocking(False)
         one.connect_ex(str(run_folder / f"{PID}.0.sock"))
-    with pytest.raises(TimeoutError, match=rf"{PID} has not answered within 0.05 seconds"):
-        attachment.state()
+    (problem,) = ask(PID, timeout=0.05).problems
+    assert problem.startswith(f"process {PID} has not answered within 0.05 seconds")
     for one in (*queue, listener):
         one.close()
-    assert attachment.state() is None
+    assert ask(PID) == ((), ())
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        # The run has ended while it answered.
-        (b'{"version": 3', None),
+        (b'{"version": 3', "was cut off after 13 bytes"),
+        # The run has ended.
+        (b"", None),
         (b"hello\n", "what is no state of a run: b'hello"),
         (b"[]\n", "what is no state of a run"),
         (b"[" * 100_000 + b"\n", "what is no state of a run"),
@@ -222,19 +234,14 @@ def test_an_answer_that_is_no_state(
     listener: socket.socket, answer: bytes, message: str | None
 ) -> None:
     def serve() -> None:
-        # The first one is a look whether somebody listens.
-        for _ in range(2):
-            with listener.accept()[0] as connection, contextlib.suppress(BrokenPipeError):
-                connection.sendall(answer)
+        with listener.accept()[0] as connection, contextlib.suppress(BrokenPipeError):
+            connection.sendall(answer)
 
     thread = threading.Thread(target=serve)
-    attachment = Attachment(PID)
     thread.start()
-    if message is None:
-        assert attachment.state() is None
-    else:
-        with pytest.raises(ValueError, match=message):
-            attachment.state()
+    states, problems = ask(PID)
+    assert states == () and len(problems) == (message is not None)
+    assert message is None or re.search(message, problems[0])
     thread.join(10)
 
 

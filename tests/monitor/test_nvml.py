@@ -702,10 +702,10 @@ def test_devices_have_the_names_of_torch_or_of_the_run(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     source = NvmlSource()
     if uuids is not None:
-        source.attach(dataclasses.replace(make_info(device="cuda"), uuids=uuids))
+        source.attach([dataclasses.replace(make_info(device="cuda"), uuids=uuids)])
     reading = source.read()
     assert [one.device for one in reading.devices] == expected
     assert [one.device for one in reading.processes] == [expected[1]]
-    source.attach(None)
+    source.attach([])
     assert [one.device for one in source.read().devices] == ["cuda:1", "nvml:1", "cuda:0"]
     source.close()

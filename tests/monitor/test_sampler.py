@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
+from dataparallel.monitor.attach import Answers
 from dataparallel.monitor.readings.cgroup import Memory, memory, swap
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
@@ -31,7 +33,7 @@ from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.tools.monitor import command, opening
 from dataparallel.tools.monitor.background import BackgroundSampler
-from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
+from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
 from dataparallel.tools.monitor.sizes import duration, size
 from dataparallel.tools.monitor.virtual_source import VirtualSource
 from tests.monitor.cases import make_run, sample, write_recording
@@ -194,7 +196,7 @@ def test_the_cpu_of_this_machine() -> None:
 def test_a_process_that_is_gone_is_left_out() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     source = CpuSource(lambda: (done.pid,))
-    host = HostReader(lambda: done.pid)
+    host = HostReader(lambda: {done.pid: ""})
     deadline = time.monotonic() + 60
     # It has ended, but nobody has waited for it.
     while psutil.Process(done.pid).status() != psutil.STATUS_ZOMBIE:
@@ -244,13 +246,13 @@ def test_the_load_of_a_thread_is_that_since_the_last_time(monkeypatch: pytest.Mo
         return [SimpleNamespace(id=number, **times) for number in (ME, 1 << 30)]
 
     monkeypatch.setattr(psutil.Process, "threads", threads)
-    host = HostReader(lambda: ME)
+    host = HostReader(lambda: {ME: "rank 1"})
     assert host.read().threads == {}
     # After 0.05 s it is too soon to tell anything new; more than all of the time is nonsense.
     for seconds, busy, load in ((2.0, 1.0, 0.5), (0.05, 1.0, 0.5), (2.0, 9.0, 1.0)):
         now[0] += seconds
         spent[0] += busy
-        assert host.read().threads == {"main": load}
+        assert host.read().threads == {"rank 1 main": load}
 
 
 # --- how busy --------------------------------------------------------------------------------
@@ -431,9 +433,8 @@ def test_one_source_alone(
     [
         ("--source gpu", r"'gpu' is neither a source nor a recording: .* auto, nvml, cpu, v"),
         ("--attach me", "--attach takes the number of a process, or auto, but got 'me'"),
-        ("--attach auto", "--attach auto takes the only run that there is, but no run can"),
         (f"--attach {'9' * 5000}", f"or auto, but got '{'9' * 40}'; no run can be watched now"),
-        ("--attach 1", "process 1 has no run .*, but no process of this user has"),
+        ("--attach 1", "process 1 has no run that can be watched; no run can be watched now"),
         ("--interval 0", "'0' is not a number of seconds above 0"),
         ("--interval nan", "'nan' is not a number of seconds"),
         ("--interval often", "'often' is not a number of seconds"),
@@ -455,8 +456,8 @@ def test_a_run_is_watched_with_its_threads_and_devices(run_folder: Path) -> None
         watched = sampler.sample()
         with opened() as without:
             hint = without.sample().notes[-1]
-        with pytest.raises(ValueError, match=rf"process 1 has no run .*, but these have: {ME}\."):
-            watch_run("1")
+        with pytest.raises(ValueError, match=rf"process 1 has no run .*; these .* watched: {ME}"):
+            watch_runs("1")
     (run,) = watched.runs
     assert (run.pid, run.info.devices) == (ME, ("virtual:0", "virtual:1"))
     devices = [one.device for one in watched.devices if one.source == "virtual"]
@@ -480,47 +481,63 @@ def state(*devices: str) -> RunState:
 
 def test_the_virtual_devices_of_a_run() -> None:
     run = state("virtual:10", "virtual:9", "cpu", "virtual:9")
-    reading = VirtualSource(lambda: run, pid=4711).read()
-    # Replicas that share a device tell the same memory: it is the device's.
+    beside = dataclasses.replace(state("virtual:9"), pid=4712)
+    reading = VirtualSource(lambda: (run, beside)).read()
+    # Replicas that share a device tell the same memory: it is the device's, in one process.
     used = [(one.device, one.value("memory_used")) for one in reading.devices]
-    assert used == [("virtual:9", 7.0), ("virtual:10", 5.0)]
+    assert used == [("virtual:9", 14.0), ("virtual:10", 5.0)]
     shown = [(process.device, process.pid, process.memory) for process in reading.processes]
-    assert shown == [("virtual:9", 4711, 7.0), ("virtual:10", 4711, 5.0)]
-    assert VirtualSource(lambda: None, pid=4711).read().devices == ()
+    assert shown == [("virtual:9", 4711, 7.0), ("virtual:9", 4712, 7.0), ("virtual:10", 4711, 5.0)]
+    assert VirtualSource(tuple).read().devices == ()
 
 
-def test_a_run_is_over_when_its_process_is_gone() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+@pytest.mark.parametrize("launched", [False, True])
+def test_runs_are_over_when_their_processes_are_gone(launched: bool) -> None:
+    """What torchrun has started, it may start again: then runs are over with it."""
+    child_program = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+    program = (
+        "import subprocess, sys;"
+        f"child = subprocess.Popen([sys.executable, '-c', {child_program!r}]); sys.stdin.read()"
     )
-    states = [state("cpu"), None]
-    watch = RunWatch(lambda: states.pop(0), process.pid)
-    for _ in range(2):
-        watch()
-        assert not watch.is_over()
-    assert process.stdin is not None
-    process.stdin.close()
-    deadline = time.monotonic() + 60
-    # Its parent may never wait for it.
-    while not watch.is_over():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.wait(timeout=60)
+    environment = {**os.environ, **({"TORCHELASTIC_RUN_ID": "none"} if launched else {})}
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        run = dataclasses.replace(state("cpu"), pid=child.pid)
+        answers = [Answers((run,), ()), Answers((), ("it hangs",)), Answers((), ())]
+        watch = RunWatch(lambda: answers.pop(0))
+        assert "no run can be watched now" in watch.notes()[0] and not watch.is_over()
+        for told in (), ("it hangs",), (f"the run of process {child.pid} has ended",):
+            watch()
+            assert watch.notes() == told and not watch.is_over()
+        # Its parent does not wait for it.
+        child.kill()
+        while child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert watch.is_over() != launched
     assert watch.is_over()
 
 
-def test_what_does_not_change_is_told_when_it_is_new() -> None:
-    told: list[RunInfo] = []
-    states = [state("cuda:1"), state("cuda:1"), state("cpu")]
-    watch = RunWatch(lambda: states.pop(0), 1)
+def test_what_does_not_change_is_told_while_runs_are_there() -> None:
+    told: list[Sequence[RunInfo]] = []
+    runs = [(state("cuda:1"),), (), (state("cpu"), state("cuda:0"))]
+    watch = RunWatch(lambda: Answers(runs.pop(0), ()), 1)
     watch.listen(told.append)
     for _ in range(3):
         watch()
-    assert [info.devices for info in told] == [("cuda:1",), ("cpu",)]
-    # What does not answer has not ended, but its last state is not the latest.
+    assert [[one.devices for one in infos] for infos in told] == [
+        [("cuda:1",)],
+        [("cpu",), ("cuda:0",)],
+    ]
+    # What cannot be asked has not ended, but its last state is not the latest.
     with pytest.raises(IndexError, match="pop from empty list"):
         watch()
-    assert watch.latest is None and not watch.has_ended
+    assert watch.latest == ()
 
 
 @pytest.mark.parametrize(

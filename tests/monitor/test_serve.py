@@ -170,7 +170,7 @@ SCORES = ((0, 0.516), (1, 1.0))
 def exposed(*samples: Sample) -> str:
     """What is told after the last of some samples; it is also asked for at the others."""
     store = SampleStore()
-    registry = registry_of(lambda: store.latest, lambda: store.scores)
+    registry = registry_of(lambda: store.latest, lambda: store.runs)
     text = generate_latest(registry)
     for sample in samples:
         store.add(sample)
@@ -188,21 +188,21 @@ process_cpus{WHO} 5.2
 process_host_memory_bytes{WHO} 9.663676416e+09
 host_utilization_ratio 0.43
 host_cpus 64.0
-run_thread_utilization_ratio{thread="replica-0"} 0.98
+run_thread_utilization_ratio{rank="0",thread="replica-0"} 0.98
 sample_duration_seconds 0.0031
 sample_timestamp_seconds 1e+06
-run_start_timestamp_seconds 999940.0
-replica_phase_seconds_total{device="cuda:1",phase="backward",replica="1"} 40.0
-replica_phase_seconds_total{device="cuda:1",phase="gather",replica="1"} 0.0
-replica_phase{device="cuda:1",phase="gather",replica="1"} 1.0
-replica_phase{device="cuda:1",phase="forward",replica="1"} 0.0
-replica_memory_bytes{device="cuda:1",replica="1"} 8.589934592e+09
-replica_step_samples{device="cuda:1",replica="1"} 28.0
-run_steps_total 1000.0
-run_samples_total 104000.0
-run_step_seconds 0.17
-run_info{model="TransformerLM",pid="4242",rank="0",world_size="2"
-run_up 1.0
+run_start_timestamp_seconds{LM,rank="0"} 999940.0
+replica_phase_seconds_total{device="cuda:1",LM,phase="backward",rank="0",replica="1"} 40.0
+replica_phase_seconds_total{device="cuda:1",LM,phase="gather",rank="0",replica="1"} 0.0
+replica_phase{device="cuda:1",LM,phase="gather",rank="0",replica="1"} 1.0
+replica_phase{device="cuda:1",LM,phase="forward",rank="0",replica="1"} 0.0
+replica_memory_bytes{device="cuda:1",LM,rank="0",replica="1"} 8.589934592e+09
+replica_step_samples{device="cuda:1",LM,rank="0",replica="1"} 28.0
+run_steps_total{LM,rank="0"} 1000.0
+run_samples_total{LM,rank="0"} 104000.0
+run_step_seconds{LM,rank="0"} 0.17
+run_info{host="node0",LM,pid="4242",rank="0",world_size="2"
+run_up{LM,rank="0"} 1.0
 """
 REASON = 'device_throttled{device="cuda:%d",GPU,reason="power cap",uuid='
 
@@ -224,18 +224,26 @@ REASON = 'device_throttled{device="cuda:%d",GPU,reason="power cap",uuid='
         # The straggler has half the score.
         (
             [make_sample(0), make_sample(1)],
-            [f'replica_score_ratio{{device="cuda:{i}",replica="{i}"}} {n}' for i, n in SCORES],
+            [
+                f'replica_score_ratio{{device="cuda:{i}",LM,rank="0",replica="{i}"}} {n}'
+                for i, n in SCORES
+            ],
             [],
         ),
         # A run that ends is down.
         ([make_sample(runs=())], ["host_cpus"], ["run_up"]),
-        ([make_sample(), make_sample(runs=())], ["run_up 0.0"], ["replica_phase", "run_steps"]),
+        (
+            [make_sample(), make_sample(runs=())],
+            ['run_up{LM,rank="0"} 0.0'],
+            ["replica_phase", "run_s"],
+        ),
     ],
 )
 def test_values(samples: list[Sample], told: list[str], untold: list[str]) -> None:
     text = (
         exposed(*samples).replace(',parent=""', "").replace('name="NVIDIA H100 80GB HBM3"', "GPU")
     )
+    text = text.replace('job="",', "").replace('model="TransformerLM"', "LM")
     text = text.replace('pid="4242",process="python train.py --epochs 90",user="ada"', "WHO")
     assert [one for one in told if f"\ndataparallel_{one}" not in text] == [], text
     assert [one for one in untold if f"\ndataparallel_{one}" in text] == []

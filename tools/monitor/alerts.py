@@ -1,4 +1,4 @@
-"""What a user should look at now: on the devices, and in the run that is watched."""
+"""What a user should look at now: on the devices, and in the runs that are watched."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.history import History, RunHistory
-from dataparallel.tools.monitor.run_period import summarize_periods
+from dataparallel.tools.monitor.history import History, RunHistory, names_in_run
+from dataparallel.tools.monitor.ranks import find_in_job, run_name
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.
 HOT = 85.0
@@ -24,29 +24,22 @@ def find_alerts(history: History) -> list[Finding]:
     if sample is None:
         return []
     found: list[Finding] = []
-    slowed: dict[str, str] = {}
     for device in sample.devices:
         if device.error is not None:
             text = f"{device.device} cannot be read: {device.error}"
             found.append(Finding("lost device", text, "error"))
         else:
-            names = [name for run in history.runs for name in _names_in_run(device, run)]
-            found.extend(_of_device(device, history, is_in_run=bool(names)))
-            if device.throttle:
-                slowed |= dict.fromkeys(names, ", ".join(device.throttle))
+            is_in_run = any(names_in_run(device, run.state.info) for run in history.runs)
+            found.extend(_of_device(device, history, is_in_run=is_in_run))
+    states = [run.state for run in history.runs]
     for run in history.runs:
-        found.extend(_of_run(run, slowed))
+        found.extend(_of_run(run, run_name(run.state, states)))
+    for job in dict.fromkeys(state.job for state in states):
+        there = [r for r in history.runs if r.state.job == job and r.gone_for is None]
+        findings = find_in_job([(r.state, r.summary) for r in there], states)
+        # What a report of the same samples tells, as far as it costs much.
+        found.extend(one for one in findings if one.severity == "warning")
     return sorted(found, key=lambda one: one.severity != "error")
-
-
-def _names_in_run(device: DeviceReading, run: RunHistory) -> list[str]:
-    """The names that the run gives a device; none where it does not use it."""
-    info = run.state.info
-    return [
-        name
-        for name, uuid in zip(info.devices, info.uuids, strict=True)
-        if (device.uuid == uuid if uuid is not None and device.uuid else device.device == name)
-    ]
 
 
 def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:
@@ -93,28 +86,25 @@ def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> l
     return found
 
 
-def _of_run(run: RunHistory, slowed: dict[str, str]) -> list[Finding]:
+def _of_run(run: RunHistory, name: str) -> list[Finding]:
+    """What cannot wait: a run that is gone, or replicas that have not moved for long."""
     if run.gone_for is not None:
+        process = f"process {run.state.pid}"
         text = (
-            f"the run of process {run.state.pid} is gone since "
+            f"{f'{name} ({process})' if name else f'the run of {process}'} is gone since "
             f"{units.seconds_text(run.gone_for)}: it has ended, or left its StepMonitor; what is "
             "shown of it is the last that it told"
         )
         return [Finding("run gone", text, "error")]
-    # What a report of the same samples tells, as far as it costs much.
-    changes = summarize_periods([run.period], slowed).findings
-    return [*_stuck(run), *(one for one in changes if one.severity == "warning")]
-
-
-def _stuck(run: RunHistory) -> list[Finding]:
     stuck: dict[tuple[Phase, str], list[str]] = {}
     for index, (phase, seconds) in enumerate(run.state.now):
         if seconds > _LONG:
             stuck.setdefault((phase, units.seconds_text(seconds)), []).append(str(index))
     found = []
     for (phase, duration), indices in stuck.items():
-        who = "replica {} has" if len(indices) == 1 else "replicas {} have"
-        text = f"{who.format(', '.join(indices))} been in '{phase}' for {duration}"
+        who = "replica {}" if len(indices) == 1 else "replicas {}"
+        who = who.format(", ".join(indices)) + (f" of {name}" if name else "")
+        text = f"{who} {'has' if len(indices) == 1 else 'have'} been in '{phase}' for {duration}"
         if phase == "reduce across processes":
             text += ": another process is late or gone; look at what that one does"
         elif phase in ("idle", "input"):

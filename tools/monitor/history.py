@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dataparallel.monitor.findings import RunTotals, add_up
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
-from dataparallel.monitor.run import RunState
+from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.summary import Summary
 from dataparallel.threads.timeline import Phase
-from dataparallel.tools.monitor.run_period import RunPeriod, continues
+from dataparallel.tools.monitor.run_period import RunPeriod, continues, summarize_periods
 
 #: So many states are kept at most, however often samples are taken.
 _MAX_STATES = 1000
@@ -21,34 +22,47 @@ class RunHistory:
     Args:
         state: The first one.
         elapsed: Seconds since the first sample.
+        slowed: By the name of a device, why it is slowed down. Default: none is.
         window: So many seconds count as lately, or the last step if it is older. Default: 10.
 
     Attributes:
         gone_for: Seconds since the run was seen last; None while it is there.
     """
 
-    def __init__(self, state: RunState, elapsed: float, window: float = 10.0) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        elapsed: float,
+        slowed: Mapping[str, str] | None = None,
+        window: float = 10.0,
+    ) -> None:
         self._window = window
         # With the samples' own clock: that of the host may be set while a run is watched.
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
         self._totals: RunTotals | None = None
+        self._summary: Summary | None = None
         self._seen = elapsed
         self.gone_for: float | None = None
-        self.add(state, elapsed)
+        self.add(state, elapsed, slowed)
 
     @property
     def state(self) -> RunState:
         """The newest state; it stays when the run is gone."""
         return self._states[-1][1]
 
-    def add(self, state: RunState | None, elapsed: float) -> None:
+    def add(
+        self, state: RunState | None, elapsed: float, slowed: Mapping[str, str] | None = None
+    ) -> None:
         """Take the state of the next sample.
 
         Args:
             state: None if the run is gone.
             elapsed: Seconds since the first sample.
+            slowed: By the name of a device, why it is slowed down. Default: none is.
         """
+        self._slowed = slowed or {}
+        self._summary = None
         if state is None:
             self.gone_for = elapsed - self._seen
             return
@@ -92,6 +106,13 @@ class RunHistory:
             states = tuple(state for _, state in self._states)
             self._period = RunPeriod(tuple(range(len(states))), states, is_whole=False)
         return self._period
+
+    @property
+    def summary(self) -> Summary:
+        """What a report of the same samples tells."""
+        if self._summary is None:
+            self._summary = summarize_periods([self.period], self._slowed)
+        return self._summary
 
     @property
     def totals(self) -> RunTotals | None:
@@ -149,13 +170,15 @@ class History:
         ranks = {(state.job, state.rank) for state in sample.runs}
         jobs = {job for job, _ in ranks}
         for identity, run in list(self._runs.items()):
-            run.add(states.pop(identity, None), sample.elapsed)
+            state = states.pop(identity, None)
+            run.add(state, sample.elapsed, slowed_devices(sample, run.state.info))
             job, rank = run.state.job, run.state.rank
             # What is gone stays if its job goes on without it, or if there is nothing else.
             if run.gone_for and jobs and ((job, rank) in ranks or job not in jobs):
                 del self._runs[identity]
         for identity, state in states.items():
-            self._runs[identity] = RunHistory(state, sample.elapsed)
+            slowed = slowed_devices(sample, state.info)
+            self._runs[identity] = RunHistory(state, sample.elapsed, slowed)
 
     @property
     def runs(self) -> list[RunHistory]:
@@ -177,6 +200,25 @@ class History:
             self._since.pop(name, None)
             return 0.0
         return self.sample.elapsed - self._since.setdefault(name, self.sample.elapsed)
+
+
+def slowed_devices(sample: Sample, info: RunInfo) -> dict[str, str]:
+    """By the name that a run gives a device, why it is slowed down."""
+    return {
+        name: ", ".join(device.throttle)
+        for device in sample.devices
+        for name in names_in_run(device, info)
+        if device.throttle
+    }
+
+
+def names_in_run(device: DeviceReading, info: RunInfo) -> list[str]:
+    """The names that a run gives a device; none where it does not use it."""
+    return [
+        name
+        for name, uuid in zip(info.devices, info.uuids, strict=True)
+        if (device.uuid == uuid if uuid is not None and device.uuid else device.device == name)
+    ]
 
 
 def in_order(devices: Sequence[DeviceReading]) -> list[DeviceReading]:

@@ -16,7 +16,7 @@ from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.monitor.readings.selection import Selection
 from dataparallel.monitor.readings.source import Source
 from dataparallel.tools.monitor.replay import Replay
-from dataparallel.tools.monitor.run_watch import RunWatch, watch_run
+from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
 from dataparallel.tools.monitor.virtual_source import VirtualSource
 
 SOURCES = ("auto", "nvml", "cpu", "virtual")
@@ -54,18 +54,19 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
 def _open(arguments: argparse.Namespace) -> Sampler:
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
-    watch = None if arguments.attach is None else watch_run(arguments.attach)
+    watch = None if arguments.attach is None else watch_runs(arguments.attach)
     busy = BusyShare()
     sources: list[Source] = []
     hints: list[str] = []
     if arguments.source in ("auto", "nvml"):
-        nvml = _open_nvml(watch, required=arguments.source == "nvml")
+        nvml = _open_nvml(required=arguments.source == "nvml")
+        if watch is not None:
+            watch.listen(nvml.attach)
         sources.append(nvml)
         if not nvml.available():
             hints.append("without NVIDIA's devices, the CPU is shown")
     if arguments.source in ("auto", "cpu"):
-        pids = () if watch is None else (watch.pid,)
-        sources.append(CpuSource(lambda: pids, busy=busy))
+        sources.append(CpuSource(lambda: () if watch is None else watch.pids, busy=busy))
     if arguments.source in ("auto", "virtual"):
         sources += _virtual_sources(watch, required=arguments.source == "virtual")
     if watch is None:
@@ -73,8 +74,8 @@ def _open(arguments: argparse.Namespace) -> Sampler:
     sampler = Sampler(
         sources,
         interval=arguments.interval,
-        host=HostReader(lambda: None if watch is None else watch.pid, busy=busy).read,
-        runs=tuple if watch is None else lambda: tuple(filter(None, [watch()])),
+        host=HostReader(lambda: {} if watch is None else watch.names(), busy=busy).read,
+        runs=tuple if watch is None else watch,
         notes=lambda: (*hints, *(() if watch is None else watch.notes())),
         is_over=lambda: watch is not None and watch.is_over(),
     )
@@ -97,7 +98,7 @@ def _open_replay(arguments: argparse.Namespace) -> Sampler:
     return Replay(path, speed=arguments.speed)
 
 
-def _open_nvml(watch: RunWatch | None, *, required: bool) -> NvmlSource:
+def _open_nvml(*, required: bool) -> NvmlSource:
     source = NvmlSource()
     if required:
         reading = source.read()
@@ -105,20 +106,18 @@ def _open_nvml(watch: RunWatch | None, *, required: bool) -> NvmlSource:
             source.close()
             why = "; ".join(reading.notes) or "NVIDIA's driver knows no device"
             raise RuntimeError(f"there is nothing to read with --source nvml: {why}")
-    if watch is not None:
-        watch.listen(source.attach)
     return source
 
 
 def _virtual_sources(watch: RunWatch | None, *, required: bool) -> list[Source]:
     if watch is not None:
-        return [VirtualSource(lambda: watch.latest, watch.pid)]
+        return [VirtualSource(lambda: watch.latest)]
     if virtual.is_enabled():
         return [VirtualSource()]
     if required:
         raise ValueError(
             "virtual devices exist inside the process that enabled them, which is not this one; "
-            "watch that process with --attach PID (or --attach auto, if it is the only run), or "
+            "watch that process with --attach PID (or --attach auto, for all runs), or "
             "read this machine with --source cpu"
         )
     return []

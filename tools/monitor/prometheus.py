@@ -6,16 +6,20 @@ Names follow Prometheus's rules: base units at the end, ``_total`` for counters,
 on all series of a metric. What is not available has no series, so that averages stay right. A label
 that does not apply is empty, which is the same as if it were not there. A series that comes and
 goes, such as a reason for being slowed down, stays with 0 once it has been seen, and a device that
-is lost keeps ``dataparallel_device_up`` with 0.
+is lost keeps ``dataparallel_device_up`` with 0, and a run that is gone ``dataparallel_run_up``.
+
+Series of runs have labels for what tells runs from each other: ``rank``, ``model``, and once there
+have been several jobs ``job``. Prometheus itself has a label of that name, and stores ours as
+``exported_job``.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dataparallel.errors import needs_extra
 from dataparallel.monitor.findings import ReplicaScore
@@ -23,6 +27,8 @@ from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES
+from dataparallel.tools.monitor.history import RunHistory
+from dataparallel.tools.monitor.ranks import model_name, process_name
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -50,8 +56,8 @@ _MEANINGS = {
     "host_memory_used_bytes": "Memory of the host in use.",
     "host_memory_total_bytes": "Memory of the host that there is.",
     "run_thread_utilization_ratio": "Share of one processor that a thread of the run keeps busy.",
-    "run_up": "Whether the run that is watched answers.",
-    "run_info": "The run that is watched.",
+    "run_up": "Whether the run answers.",
+    "run_info": "A run that is watched.",
     "run_start_timestamp_seconds": "When watching the run began, in seconds since 1970.",
     "run_steps_total": "Steps of the run.",
     "run_samples_total": "Samples of these steps, in this process.",
@@ -64,9 +70,24 @@ _MEANINGS = {
 }
 
 
+class RunReading(NamedTuple):
+    """A run that is watched, as it was last."""
+
+    state: RunState
+    is_up: bool
+    #: How fast its replicas are lately.
+    scores: Sequence[ReplicaScore]
+
+    @staticmethod
+    def of(run: RunHistory) -> RunReading:
+        """What has happened in a run."""
+        scores = () if run.totals is None else run.totals.replicas
+        return RunReading(run.state, run.gone_for is None, scores)
+
+
 def registry_of(
     latest: Callable[[], Sample | None],
-    scores: Callable[[], Sequence[ReplicaScore]] = tuple,
+    runs: Callable[[], Sequence[RunReading]] = tuple,
 ) -> CollectorRegistry:
     """A registry that tells the latest sample, and nothing else.
 
@@ -77,7 +98,7 @@ def registry_of(
 
     Args:
         latest: Tells the latest sample; None if there is none yet.
-        scores: Tells how fast the replicas of its run are lately. Default: nothing.
+        runs: Tells the runs that are watched. Default: there are none.
 
     Raises:
         ImportError: prometheus-client is not installed.
@@ -85,7 +106,7 @@ def registry_of(
     with needs_extra("monitor"):
         from prometheus_client import CollectorRegistry
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(SampleCollector(latest, scores))
+    registry.register(SampleCollector(latest, runs))
     return registry
 
 
@@ -95,13 +116,13 @@ class SampleCollector:
     def __init__(
         self,
         latest: Callable[[], Sample | None],
-        scores: Callable[[], Sequence[ReplicaScore]],
+        runs: Callable[[], Sequence[RunReading]],
     ) -> None:
         self._latest = latest
-        self._scores = scores
+        self._runs = runs
         self._lock = threading.Lock()
         self._reasons: dict[str, None] = {}
-        self._saw_run = False
+        self._saw_jobs = False
 
     def collect(self) -> Iterable[Family]:
         """All metrics that have a value now."""
@@ -112,8 +133,10 @@ class SampleCollector:
             with self._lock:
                 for device in sample.devices:
                     self._reasons.update(dict.fromkeys(device.throttle))
-                self._saw_run = self._saw_run or bool(sample.runs)
-                reasons, saw_run = list(self._reasons), self._saw_run
+                runs = self._runs()
+                states = [run.state for run in runs]
+                self._saw_jobs = self._saw_jobs or len({one.job for one in states}) > 1
+                reasons, has_jobs = list(self._reasons), self._saw_jobs
             families.tell("sample_timestamp_seconds", sample.time)
             families.tell("sample_duration_seconds", sample.cost)
             for device in sample.devices:
@@ -122,13 +145,13 @@ class SampleCollector:
                 _tell_process(families, process)
             if sample.host is not None:
                 _tell_host(families, sample.host)
-            if saw_run:
-                families.tell("run_up", bool(sample.runs))
-            if sample.runs:
-                _tell_run(families, sample.runs[0])
-                for one in self._scores():
-                    labels = {"replica": str(one.index), "device": one.device}
-                    families.tell("replica_score_ratio", one.relative, **labels)
+                _tell_threads(families, sample, has_jobs)
+            for run in runs:
+                labels = _labels(run.state, has_jobs)
+                labels["model"] = model_name(run.state, states) or run.state.info.model
+                families.tell("run_up", run.is_up, **labels)
+                if run.is_up:
+                    _tell_run(families, run, labels)
         return families.found.values()
 
 
@@ -191,30 +214,44 @@ def _tell_host(families: _Families, host: HostReading) -> None:
     families.tell("host_cpus", host.num_cpus)
     families.tell("host_memory_used_bytes", host.memory_used)
     families.tell("host_memory_total_bytes", host.memory_total)
-    for thread, utilization in host.threads.items():
-        families.tell("run_thread_utilization_ratio", utilization, thread=thread)
 
 
-def _tell_run(families: _Families, run: RunState) -> None:
-    info = run.info
+def _tell_threads(families: _Families, sample: Sample, has_jobs: bool) -> None:
+    assert sample.host is not None
+    named = {process_name(one, sample.runs): _labels(one, has_jobs) for one in sample.runs}
+    for thread, utilization in sample.host.threads.items():
+        process, _, name = thread.rpartition(" ")
+        labels = named.get(process, {"job": "", "rank": ""})
+        families.tell("run_thread_utilization_ratio", utilization, **labels, thread=name)
+
+
+def _labels(run: RunState, has_jobs: bool) -> dict[str, str]:
+    return {"job": run.job if has_jobs else "", "rank": str(run.rank)}
+
+
+def _tell_run(families: _Families, run: RunReading, run_labels: Mapping[str, str]) -> None:
+    state, info = run.state, run.state.info
     families.tell(
         "run_info",
         1,
-        pid=str(run.pid),
-        rank=str(run.rank),
+        **run_labels,
+        pid=str(state.pid),
+        host=state.host,
         world_size=str(info.world_size),
-        model=info.model,
         wrapper=info.wrapper,
     )
-    families.tell("run_start_timestamp_seconds", run.started)
-    families.tell("run_steps_total", run.num_steps)
-    families.tell("run_samples_total", run.num_samples)
-    replicas = () if run.last is None else run.last.replicas
-    if run.last is not None:
-        families.tell("run_step_seconds", run.last.seconds)
-    known = zip(info.devices, run.totals, run.now, run.memory, strict=True)
+    families.tell("run_start_timestamp_seconds", state.started, **run_labels)
+    families.tell("run_steps_total", state.num_steps, **run_labels)
+    families.tell("run_samples_total", state.num_samples, **run_labels)
+    replicas = () if state.last is None else state.last.replicas
+    if state.last is not None:
+        families.tell("run_step_seconds", state.last.seconds, **run_labels)
+    for one in run.scores:
+        labels = {**run_labels, "replica": str(one.index), "device": one.device}
+        families.tell("replica_score_ratio", one.relative, **labels)
+    known = zip(info.devices, state.totals, state.now, state.memory, strict=True)
     for i, (device, totals, now, memory) in enumerate(known):
-        labels = {"replica": str(i), "device": device}
+        labels = {**run_labels, "replica": str(i), "device": device}
         for phase in PHASES:
             seconds = totals.get(phase, 0.0)
             families.tell("replica_phase_seconds_total", seconds, **labels, phase=phase)

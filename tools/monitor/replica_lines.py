@@ -21,62 +21,79 @@ from dataparallel.tools.monitor.bars import (
 )
 from dataparallel.tools.monitor.history import RunHistory
 from dataparallel.tools.monitor.palette import PHASE_STYLES
+from dataparallel.tools.monitor.ranks import model_name
 
-#: Number, device, phase, for how long, chunk, idle.
-_WIDTHS = (3, 10, 12, 10, 7, 6)
+#: Device, phase, for how long, chunk, idle; before them stands the number, or rank and number.
+_WIDTHS = (10, 12, 10, 7, 6)
 _SHORT = {"reduce across processes": "reduce X", "reduce local": "reduce R"}
 
 
 def replica_lines(
     runs: Sequence[RunHistory], host: HostReading | None, width: int, *, full: bool
 ) -> list[Text]:
-    """What each run is and how fast, and a line per replica.
+    """What runs there are and how fast, and a line per replica.
 
     Args:
-        runs: The runs.
-        host: Tells the threads of the first one.
+        runs: The runs; those of a job stand together.
+        host: Tells the threads of the runs.
         width: Of the terminal, in cells.
         full: Whether all is told; else only what changes.
     """
-    lines: list[Text] = []
+    states = [run.state for run in runs]
+    groups: dict[object, list[RunHistory]] = {}
     for run in runs:
-        lines += _run_lines(run, width, full=full)
+        same = run.state.job, model_name(run.state, states)
+        groups.setdefault(same, []).append(run)
+    lines = [line for group in groups.values() for line in _job_lines(group, width, full=full)]
     if full and runs and host is not None and host.threads:
         lines.append(_threads(host.threads))
     return lines
 
 
-def _run_lines(run: RunHistory, width: int, *, full: bool) -> list[Text]:
-    state = run.state
-    room = width - sum(_WIDTHS) - 3
+def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Text]:
+    """Of the ranks that train one module together."""
+    number = "rank.#" if len(runs) > 1 else "#"
+    room = width - max(3, len(number)) - sum(_WIDTHS) - 3
     half = room // 2
-    shares = run.shares or [{} for _ in state.now]
-    rows = [_replica_line(state, i, share, half, room) for i, share in enumerate(shares)]
+    shares = [run.shares or [{} for _ in run.state.now] for run in runs]
+    rows = []
+    for run, each in zip(runs, shares, strict=True):
+        for i, share in enumerate(each):
+            name = f"{run.state.rank}.{i}".ljust(6) if len(runs) > 1 else f"{i}".ljust(3)
+            row = _replica_line(run.state, i, name, share, half, room)
+            if run.gone_for is not None:
+                row.stylize("dim")
+            rows.append(row)
     if not full:
-        return [_speed(run, state), *rows]
-    last = "last step" if state.last is None else f"last {units.seconds_text(state.last.seconds)}"
-    lately = (
-        f"last {units.seconds_text(max(1, round(run.seconds)))}" if run.seconds else "all steps"
-    )
-    names = ("#", "device", "in phase", "for", "  chunk", "  idle")
-    head = _columns([Text(name) for name in names])
-    head.append_text(column(f"  {lately}", half + 2)).append(f" {last}")
+        return [_speed(runs), *rows]
+    first = runs[0]
+    last = first.state.last
+    step = "last step" if last is None else f"last {units.seconds_text(last.seconds)}"
+    seconds = first.seconds
+    lately = f"last {units.seconds_text(max(1, round(seconds)))}" if seconds else "all steps"
+    names = ("device", "in phase", "for", "  chunk", "  idle")
+    head = _columns(number.ljust(3), [Text(name) for name in names])
+    head.append_text(column(f"  {lately}", half + 2)).append(f" {step}")
     head.stylize("dim")
+    is_there = any(run.gone_for is None for run in runs)
     return [
-        heading("replicas" if run.gone_for is None else "replicas, as they were last", width),
-        _about(state),
-        _speed(run, state),
+        heading("replicas" if is_there else "replicas, as they were last", width),
+        _about(runs),
+        _speed(runs),
         head,
         *rows,
-        _legend(shares),
+        _legend([share for each in shares for share in each]),
     ]
 
 
-def _about(state: RunState) -> Text:
-    info = state.info
-    told = [f"pid {state.pid}", clean(info.wrapper)]
+def _about(runs: Sequence[RunHistory]) -> Text:
+    state, info = runs[0].state, runs[0].state.info
+    told = [clean(info.wrapper)]
+    if len(runs) == 1:
+        told.insert(0, f"pid {state.pid}")
     if info.world_size > 1:
-        told.append(f"rank {state.rank} of {info.world_size}")
+        ranks = ", ".join(str(run.state.rank) for run in runs)
+        told.append(f"rank{'s' * (len(runs) > 1)} {ranks} of {info.world_size}")
     told.append(f"{units.count_text(info.num_parameters)} parameters")
     if info.num_buckets:
         told.append(f"{info.num_buckets} buckets up to {units.bytes_text(info.bucket_bytes)}")
@@ -84,32 +101,36 @@ def _about(state: RunState) -> Text:
     return Text(" · ".join(told))
 
 
-def _speed(run: RunHistory, state: RunState) -> Text:
+def _speed(runs: Sequence[RunHistory]) -> Text:
+    there = [run for run in runs if run.gone_for is None] or list(runs)
+    each = [run.samples_per_second for run in there]
+    known = [value for value in each if value is not None]
+    samples = units.frequency_text(sum(known) if known else None)
     told = [
-        clean(state.info.model),
-        f"{units.frequency_text(run.steps_per_second)} steps/s",
-        f"{units.frequency_text(run.samples_per_second)} samples/s",
-        f"step {state.num_steps:,}",
+        clean(runs[0].state.info.model),
+        f"{units.frequency_text(there[0].steps_per_second)} steps/s",
+        f"{samples} samples/s" + (" of all ranks" if len(there) > 1 else ""),
+        f"step {max(run.state.num_steps for run in runs):,}",
     ]
     return Text(" · ".join(told), "bold")
 
 
 def _replica_line(
-    state: RunState, index: int, shares: Mapping[Phase, float], half: int, room: int
+    state: RunState, index: int, name: str, shares: Mapping[Phase, float], half: int, room: int
 ) -> Text:
     phase, seconds = state.now[index]
     style = PHASE_STYLES[phase]
     steps = {} if state.last is None else {one.index: one for one in state.last.replicas}
     step = steps.get(index)
     line = _columns(
+        name,
         [
-            Text(str(index), "bold"),
             Text(clean(state.info.devices[index])),
             Text(f" {_SHORT.get(phase, phase)} ", f"{style.ink} on {style.color}"),
             Text(units.seconds_text(seconds) if seconds else "", "dim"),
             Text(str(step.samples) if step is not None else units.NOT_AVAILABLE),
             Text(units.percent_text(shares.get("idle", 0.0) if shares else None)),
-        ]
+        ],
     )
     if half < 5:
         return line
@@ -121,10 +142,10 @@ def _replica_line(
     return line.append_text(step_bar(step.segments, length, room - half))
 
 
-def _columns(cells: list[Text]) -> Text:
-    line = Text()
+def _columns(number: str, cells: list[Text]) -> Text:
+    line = Text.assemble((number, "bold"))
     for place, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True)):
-        line.append_text(column(cell, width, right=place > 3))
+        line.append_text(column(cell, width, right=place > 2))
     return line
 
 

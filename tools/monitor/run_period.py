@@ -109,14 +109,20 @@ def group_periods(periods: Sequence[RunPeriod]) -> list[list[RunPeriod]]:
     """Put together what belongs together: a run that was started again, and what it was before.
 
     Args:
-        periods: The oldest first.
+        periods: The oldest first, of one recording.
     """
-    groups: dict[object, list[RunPeriod]] = {}
+    groups: list[tuple[object, list[RunPeriod]]] = []
     for period in periods:
         info, rank = period.info, period.states[-1].rank
         same = (rank, info.model, info.wrapper, info.devices, info.num_parameters)
-        groups.setdefault(same, []).append(period)
-    return list(groups.values())
+        for known, group in groups:
+            # What goes on at the same time is another run.
+            if known == same and group[-1].places[-1] < period.places[0]:
+                group.append(period)
+                break
+        else:
+            groups.append((same, [period]))
+    return [group for _, group in groups]
 
 
 def continues(before: RunState, now: RunState) -> bool:

@@ -1,107 +1,132 @@
-"""The run that is watched, as it was when it was last asked."""
+"""The runs that are watched, as they were when they were last asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 
-from dataparallel.monitor.attach import Attachment, runs
+from dataparallel.monitor.attach import Answers, ask, runs
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.tools.monitor.ranks import process_name
+
+_NONE = (
+    "no run can be watched now: put the training loop into "
+    "`with dataparallel.monitor.StepMonitor(model):`"
+)
 
 
 class RunWatch:
-    """Asks a run for its state, once per sample, and remembers it for the sources.
+    """Asks runs for their states, once per sample, and remembers them for the sources.
 
     Example::
 
-        watch = RunWatch(Attachment(4711).state, pid=4711)
-        watch()             # RunState(pid=4711, ...)
+        watch = RunWatch(ask)
+        watch()             # (RunState(rank=0, ...), RunState(rank=1, ...))
         watch.latest        # the same, without asking again
 
     Args:
-        ask: Tells the state; None when the run is gone.
-        pid: The process of the run.
+        ask: Tells the states of all, and what those are about that do not answer.
+        pid: The only process that is watched. Default: runs of all processes come and go.
 
     Attributes:
-        pid: As given.
-        latest: What was told last; None when that was nothing.
-        has_ended: Whether the run is gone.
+        latest: What was told last, by job and rank.
     """
 
-    def __init__(self, ask: Callable[[], RunState | None], pid: int) -> None:
+    def __init__(self, ask: Callable[[], Answers], pid: int | None = None) -> None:
         self._ask = ask
-        self.pid = pid
-        self.latest: RunState | None = None
-        self.has_ended = False
-        self._info: RunInfo | None = None
-        self._listeners: list[Callable[[RunInfo], None]] = []
+        self._pid = pid
+        self._problems: tuple[str, ...] = ()
+        self.latest: tuple[RunState, ...] = ()
+        #: By the process of a run, the one with which it ends for good.
+        self._lives: dict[int, psutil.Process | None] = {}
+        self._listeners: list[Callable[[Sequence[RunInfo]], None]] = []
 
-    def listen(self, listener: Callable[[RunInfo], None]) -> None:
-        """Tell what does not change while a run goes on, when it is known and when it is new."""
+    def listen(self, listener: Callable[[Sequence[RunInfo]], None]) -> None:
+        """Tell what does not change while runs go on, each time that any are there."""
         self._listeners.append(listener)
 
-    def __call__(self) -> RunState | None:
-        """Ask the run.
-
-        Raises:
-            TimeoutError: It has not answered in time.
-        """
-        self.latest = None
-        self.latest = self._ask()
-        self.has_ended = self.latest is None
-        if self.latest is not None and self.latest.info != self._info:
-            self._info = self.latest.info
-            for listener in self._listeners:
-                listener(self._info)
+    def __call__(self) -> tuple[RunState, ...]:
+        """Ask the runs."""
+        self.latest = ()
+        self.latest, self._problems = self._ask()
+        for pid in self.pids:
+            if pid not in self._lives:
+                self._lives[pid] = _life(pid, with_launcher=self._pid is None)
+        for listener in self._listeners if self.latest else ():
+            listener([state.info for state in self.latest])
         return self.latest
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes of the runs."""
+        return tuple(dict.fromkeys(state.pid for state in self.latest))
+
+    def names(self) -> dict[int, str]:
+        """What tells each process from the others, in words; empty for the only one."""
+        return {state.pid: process_name(state, self.latest) for state in self.latest}
+
     def is_over(self) -> bool:
-        """Whether the run is gone and its process too, so that no other run can follow."""
-        if not self.has_ended:
+        """Whether all runs are gone and their processes too, so that no other run can follow."""
+        if not self._lives or self.latest or self._problems:
             return False
-        try:
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.Error:
-            return False
+        return not any(life is not None and _is_alive(life) for life in self._lives.values())
 
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about it."""
-        return (f"the run of process {self.pid} has ended",) if self.has_ended else ()
+        """What a user should know about them."""
+        if self.latest or self._problems:
+            return self._problems
+        if not self._lives:
+            return (_NONE,)
+        who = ", ".join(map(str, self._lives))
+        if len(self._lives) == 1:
+            return (f"the run of process {who} has ended",)
+        return (f"the runs of processes {who} have ended",)
 
 
-def watch_run(chosen: str, timeout: float = 1.0) -> RunWatch:
-    """Attach to a run.
+def _life(pid: int, *, with_launcher: bool) -> psutil.Process | None:
+    """The process, or the launcher that starts it again; None if it cannot be seen from here."""
+    try:
+        process = psutil.Process(pid)
+        if with_launcher and "TORCHELASTIC_RUN_ID" in process.environ():
+            return process.parent() or process
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.Error:
+        pass
+    return process
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        # Its parent may never wait for it, and its number may belong to another one by now.
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True
+
+
+def watch_runs(chosen: str, timeout: float = 1.0) -> RunWatch:
+    """Attach to runs.
 
     Args:
-        chosen: The number of its process, or ``"auto"`` for the only one that there is.
-        timeout: How long an answer may take, in seconds. Default: 1.
+        chosen: The number of a process, or ``"auto"`` for all runs that can be watched, also those
+            that begin later.
+        timeout: How long their answers may take, in seconds. Default: 1.
 
     Raises:
-        ValueError: There is no such run; the message lists those that there are.
+        ValueError: The process has no run; the message lists those that have.
     """
-    if chosen != "auto":
-        if not chosen.isdecimal() or len(chosen) > 18:
-            raise ValueError(
-                f"--attach takes the number of a process, or auto, but got "
-                f"{chosen[:40]!r}; {_known()}"
-            )
-        pid = int(chosen)
-    else:
-        found = runs()
-        if len(found) != 1:
-            raise ValueError(f"--attach auto takes the only run that there is, but {_known()}")
-        pid = found[0]
-    return RunWatch(Attachment(pid, timeout).state, pid)
-
-
-def _known() -> str:
+    if chosen == "auto":
+        return RunWatch(lambda: ask(None, timeout))
     found = runs()
-    if not found:
-        return (
-            "no run can be watched now: put the training loop into "
-            "`with dataparallel.monitor.StepMonitor(model):`"
+    known = f"these processes can be watched: {', '.join(map(str, found))}" if found else _NONE
+    if not chosen.isdecimal() or len(chosen) > 18:
+        raise ValueError(
+            f"--attach takes the number of a process, or auto, but got {chosen[:40]!r}; {known}"
         )
-    return f"these processes can be watched: {', '.join(map(str, found))}"
+    pid = int(chosen)
+    if pid not in found:
+        raise ValueError(f"process {pid} has no run that can be watched; {known}")
+    return RunWatch(lambda: ask(pid, timeout), pid)

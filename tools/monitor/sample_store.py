@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History, RunHistory
+from dataparallel.tools.monitor.prometheus import RunReading
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")
@@ -36,12 +36,12 @@ class SampleStore:
 
     Attributes:
         latest: The latest sample; None if there is none yet.
-        scores: How fast the replicas of the run are lately; empty without a run.
+        runs: The runs that are watched, as they were last.
     """
 
     def __init__(self, keep: int = 1800) -> None:
         self.latest: Sample | None = None
-        self.scores: Sequence[ReplicaScore] = ()
+        self.runs: Sequence[RunReading] = ()
         self._history = History()
         self._lock = threading.Lock()
         self._points: deque[tuple[float, str]] = deque(maxlen=keep)
@@ -52,12 +52,12 @@ class SampleStore:
         """Keep one more sample; by one thread only."""
         self._history.add(sample)
         alerts = find_alerts(self._history)
-        advice = next((alert.text for alert in alerts if alert.gain), None)
-        runs = [_run(run) for run in self._history.runs]
+        known = self._history.runs
+        runs = [_run(run) for run in known]
         first = runs[0] if runs else {"state": None, "shares": [], "scores": [], "gone": None}
         more = {
             "alerts": [asdict(alert) for alert in alerts],
-            "advice": advice,
+            "advice": next((alert.text for alert in alerts if alert.gain), None),
             "runs": runs,
             "run": first["state"],
             **{name: first[name] for name in ("shares", "scores", "gone")},
@@ -73,11 +73,10 @@ class SampleStore:
         point["runs"] = {run["id"]: run["course"] for run in runs if run["gone"] is None}
         if point["runs"]:
             point["speed"], point["step"] = next(iter(point["runs"].values()))
-        scores = next((run.totals.replicas for run in self._history.runs if run.totals), ())
         with self._lock:
             self._points.append((sample.time, json_text(point)))
             self._text = text
-            self.latest, self.scores = sample, scores
+            self.latest, self.runs = sample, tuple(map(RunReading.of, known))
 
     def feed(self, samples: Iterable[Sample]) -> None:
         """Keep samples until there are no more, which readers are told."""
@@ -114,6 +113,7 @@ def _run(run: RunHistory) -> dict[str, Any]:
         "gone": run.gone_for,
         "shares": run.shares,
         "scores": [] if totals is None else [one.relative for one in totals.replicas],
+        "findings": [one.text for one in run.summary.findings if one.gain],
         "speed": speed,
         "course": (speed, None if state.last is None else _short(state.last.seconds)),
     }

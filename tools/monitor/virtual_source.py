@@ -1,8 +1,8 @@
-"""Readings of virtual devices, of this process or of the run that is watched."""
+"""Readings of virtual devices, of this process or of the runs that are watched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ _PREFIX = "virtual:"
 class VirtualSource:
     """Reads the virtual devices, which exist inside one process only.
 
-    Of this process it reads them itself; of the run that is watched it takes what the run tells.
-    How busy one is nobody knows: it has no processors of its own.
+    Of this process it reads them itself; of runs that are watched it takes what they tell, and adds
+    up what several processes hold. How busy one is nobody knows: it has no processors of its own.
 
     Example::
 
@@ -27,40 +27,39 @@ class VirtualSource:
         VirtualSource().read().devices[1].value("memory_used")
 
     Args:
-        run: Tells the state of a run; None when it is gone. Default: there is no run.
-        pid: The process of the run; None for this one. Default: None.
+        runs: Tells the states of the runs. Default: those of this process are read.
     """
 
     name = "virtual"
 
-    def __init__(
-        self, run: Callable[[], RunState | None] = lambda: None, pid: int | None = None
-    ) -> None:
-        self._run = run
-        self._pid = pid
+    def __init__(self, runs: Callable[[], Sequence[RunState]] | None = None) -> None:
+        self._runs = runs
 
     def read(self) -> SourceReading:
         """Read the devices that there are."""
-        state = self._run()
-        if self._pid is None:
+        processes: list[ProcessReading] = []
+        if self._runs is None:
             names = [f"{_PREFIX}{index}" for index in range(virtual.device_count())]
             memory = {name: _memory_here(name) for name in names}
-        elif state is None:
-            return SourceReading()
         else:
-            names = sorted(
-                {name for name in state.info.devices if name.startswith(_PREFIX)}, key=_index
-            )
-            memory = {name: _memory_there(name, state) for name in names}
+            held: dict[str, dict[int, int]] = {}
+            for state in self._runs():
+                for name, used in zip(state.info.devices, state.memory, strict=True):
+                    if name.startswith(_PREFIX):
+                        # Replicas of one device tell the same number: it is the device's.
+                        by_process = held.setdefault(name, {})
+                        by_process[state.pid] = max(used, by_process.get(state.pid, 0))
+            names = sorted(held, key=_index)
+            memory = {name: {"memory_used": float(sum(held[name].values()))} for name in names}
+            processes = [
+                ProcessReading(name, pid, memory=float(used))
+                for name in names
+                for pid, used in held[name].items()
+            ]
         devices = tuple(
             DeviceReading(name, "virtual device", self.name, values=memory[name]) for name in names
         )
-        processes = tuple(
-            ProcessReading(name, state.pid, memory=memory[name].get("memory_used"))
-            for name in names
-            if state is not None and name in state.info.devices
-        )
-        return SourceReading(devices, processes)
+        return SourceReading(devices, tuple(processes))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -75,16 +74,6 @@ def _memory_here(device: str) -> dict[str, float | None]:
         "memory_free": float(free),
         "memory_total": float(total),
     }
-
-
-def _memory_there(device: str, state: RunState) -> dict[str, float | None]:
-    # Replicas of one device tell the same number: it is the device's.
-    used = (
-        memory
-        for name, memory in zip(state.info.devices, state.memory, strict=True)
-        if name == device
-    )
-    return {"memory_used": float(max(used))}
 
 
 def _index(device: str) -> int:

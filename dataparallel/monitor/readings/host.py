@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -16,29 +16,30 @@ from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
 
 
 class HostReader:
-    """Reads the processors and the memory that can be used here, and the threads of one process.
+    """Reads the processors and the memory that can be used here, and the threads of processes.
 
     Example::
 
-        HostReader(os.getpid).read().threads      # {"main": 0.1, "replica-0": 0.98}
+        HostReader(lambda: {os.getpid(): ""}).read().threads   # {"main": 0.1, "replica-0": 0.98}
 
     Args:
-        pid: Tells the process whose threads are read; None for no process. Default: none.
+        processes: Tells the processes whose threads are read, and what is put before the names of
+            their threads. Default: there are none.
         busy: Tells the share of the processors that is busy. Default: measured.
         num_cpus: How many processors can be used. Default: asked.
     """
 
     def __init__(
         self,
-        pid: Callable[[], int | None] = lambda: None,
+        processes: Callable[[], Mapping[int, str]] = dict,
         *,
         busy: Callable[[], float | None] | None = None,
         num_cpus: float | None = None,
     ) -> None:
-        self._pid = pid
+        self._processes = processes
         self._busy = BusyShare() if busy is None else busy
         self._num_cpus = usable_processors().count if num_cpus is None else num_cpus
-        self._threads = ThreadLoads()
+        self._threads: dict[int, ThreadLoads] = {}
 
     def read(self) -> HostReading:
         """Read the host now."""
@@ -49,13 +50,19 @@ class HostReader:
             load = psutil.getloadavg()
         with contextlib.suppress(OSError, RuntimeError):
             spare = swap()
-        pid = self._pid()
+        names = self._processes()
+        self._threads = {pid: self._threads.get(pid) or ThreadLoads(pid) for pid in names}
+        threads = {
+            f"{name} {thread}".strip(): load
+            for pid, name in names.items()
+            for thread, load in self._threads[pid].read().items()
+        }
         return HostReading(
             utilization=self._busy(),
             num_cpus=self._num_cpus,
             memory_used=float(now.used),
             memory_total=float(now.total),
-            threads={} if pid is None else self._threads.read(pid),
+            threads=threads,
             load=load,
             swap_used=None if spare is None else float(spare.used),
             swap_total=None if spare is None else float(spare.total),
@@ -68,35 +75,34 @@ class ThreadLoads:
     Only threads with a meaning are told: those of the replicas, those in which accelerators'
     gradients are computed, and the first one, as ``"main"``. Threads of one name are added up: they
     belong to the same replica of several wrappers.
+
+    Args:
+        pid: The process.
     """
 
-    def __init__(self) -> None:
-        self._pid: int | None = None
-        self._since = 0.0
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since = float("-inf")
         self._before: dict[int, float] = {}
         self._loads: dict[str, float] = {}
 
-    def read(self, pid: int) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Per name of a thread its load, from 0 to 1.
-
-        Args:
-            pid: The process.
 
         Returns:
             Nothing the first time, for a process that is gone, and where the system does not tell.
         """
         now = time.monotonic()
         span = now - self._since
-        if pid == self._pid and span < SHORTEST_SPAN:
+        if span < SHORTEST_SPAN:
             return dict(self._loads)
-        threads = _times(pid)
+        threads = _times(self._pid)
         loads: dict[str, float] = {}
-        if pid == self._pid:
-            for thread, (name, spent) in threads.items():
-                if thread in self._before:
-                    busy = (spent - self._before[thread]) / span
-                    loads[name] = loads.get(name, 0.0) + min(1.0, max(0.0, busy))
-        self._pid, self._since, self._loads = pid, now, loads
+        for thread, (name, spent) in threads.items():
+            if thread in self._before:
+                busy = (spent - self._before[thread]) / span
+                loads[name] = loads.get(name, 0.0) + min(1.0, max(0.0, busy))
+        self._since, self._loads = now, loads
         self._before = {thread: spent for thread, (_, spent) in threads.items()}
         return dict(sorted(loads.items()))
 

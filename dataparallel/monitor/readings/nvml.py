@@ -17,7 +17,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dataparallel.monitor.readings.host_processes import HostProcesses
@@ -101,13 +102,17 @@ class NvmlSource:
         self._opened_at: float | None = None
         self._failure: NvmlUnavailable | None = None
 
-    def attach(self, info: RunInfo | None) -> None:
-        """Name the devices as a run does.
+    def attach(self, infos: Sequence[RunInfo]) -> None:
+        """Name the devices as runs do, where no two of them call different devices the same.
 
         Args:
-            info: The run that is watched. None: there is none, and CUDA_VISIBLE_DEVICES tells.
+            infos: The runs that are watched. Where there are none, CUDA_VISIBLE_DEVICES tells.
         """
-        self._run = {} if info is None else named_by_run(info.devices, info.uuids)
+        named: dict[str, str] = {}
+        for info in infos:
+            named |= named_by_run(info.devices, info.uuids)
+        often = Counter(named.values())
+        self._run = {uuid: name for uuid, name in named.items() if often[name] == 1}
 
     def available(self) -> bool:
         """Whether there is a device that can be read. Never raises."""
