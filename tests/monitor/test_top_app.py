@@ -154,29 +154,27 @@ OTHERS = make_sample(
 )
 
 ALL = ["13 c.py", "13 c.py", "12 blender", "11 b.py", "10 a.py"]
-#: What is pressed, and the rows that are seen then.
-ROWS: dict[str, tuple[str, list[str]]] = {
-    "at first by memory": ("", ALL),
-    "the next column": (".", ["13 c.py", "10 a.py", "13 c.py", "11 b.py", "12 blender"]),
-    "and the other way around": (". r", ["11 b.py", "13 c.py", "10 a.py", "13 c.py", "12 blender"]),
-    "names go upwards": (", ,", ["10 a.py", "12 blender", "13 c.py", "13 c.py", "11 b.py"]),
-    "a filter": ("/ e v e", ["11 b.py"]),
-    "that is kept": ("/ b enter r", ["11 b.py", "12 blender"]),
-    "that is ended": ("/ x escape", ALL),
-    "of none": ("/ x", []),
-    "a tree": ("t", ["12 blender", "10 a.py", "11 └─ b.py", "13    └─ c.py", "13    └─ c.py"]),
-}
+#: What is pressed one after the other, and the rows that are seen then.
+STEPS: list[tuple[str, str, list[str]]] = [
+    ("at first by memory", "", ALL),
+    ("the next column", ".", ["13 c.py", "10 a.py", "13 c.py", "11 b.py", "12 blender"]),
+    ("the other way around", "r", ["11 b.py", "13 c.py", "10 a.py", "13 c.py", "12 blender"]),
+    ("names go upwards", ", , ,", ["10 a.py", "12 blender", "13 c.py", "13 c.py", "11 b.py"]),
+    ("a filter", "/ e v e", ["11 b.py"]),
+    ("of none", "x", []),
+    ("that is ended", "escape", ["10 a.py", "12 blender", "13 c.py", "13 c.py", "11 b.py"]),
+    ("that is kept", "/ b enter r", ["11 b.py", "12 blender"]),
+    ("a tree", "escape . . t", ["12 blender", "10 a.py", "11 └─ b.py", *["13    └─ c.py"] * 2]),
+]
 
 
-@pytest.mark.parametrize("case", ROWS)
-def test_rows(case: str) -> None:
-    keys, rows = ROWS[case]
-
+def test_rows_are_sorted_filtered_and_put_below_their_parents() -> None:
     async def script(screen: Screen) -> None:
-        head, *lines = await screen.table(keys) or [""]
-        place = head.find("command")
-        found = [f"{line.split()[0]} {line[place:]}" for line in lines if line[place:]]
-        assert [line.replace("python ", "") for line in found] == rows
+        for what, keys, rows in STEPS:
+            head, *lines = await screen.table(keys) or [""]
+            place = head.find("command")
+            found = [f"{line.split()[0]} {line[place:]}" for line in lines if line[place:]]
+            assert (what, [line.replace("python ", "") for line in found]) == (what, rows)
 
     play(script, OTHERS, is_live=False)
 
