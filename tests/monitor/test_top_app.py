@@ -105,7 +105,7 @@ def sleeping(**options: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 def check_layout(lines: list[str], size: tuple[int, int]) -> None:
     text = "\n".join(lines)
-    assert len(lines) == size[1] and "driver 570" in lines[0] and "load 1.00 2.00 3.00" in lines[1]
+    assert len(lines) == size[1] and "driver 570" in lines[0] and "load 1.0 2.0 3.0" in lines[1]
     # What is broken, and what to change first, in a line each; the rest is counted.
     assert lines[2].startswith("✖ cuda:2 cannot be read")
     assert lines[4].startswith("▲ steps up to 29 % shorter: Replica 0")
@@ -118,7 +118,7 @@ def check_layout(lines: list[str], size: tuple[int, int]) -> None:
     head = next(line for line in lines if HEAD in line)
     assert re.split(r" {2,}", head.strip()) == [*NAMES[:3], "memory▼", *NAMES[4:]]
     assert text.count("python train.py") >= 4
-    assert lines[-1].split()[:4] == ["?", "help", "q", "quit"] and "term" in lines[-1]
+    assert lines[-1].split()[:4] == ["?", "help", "q", "quit"] and "kill" in lines[-1]
 
 
 VERSIONS = {

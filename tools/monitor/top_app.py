@@ -13,7 +13,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.coordinate import Coordinate
 from textual.screen import ModalScreen
-from textual.widget import Widget
 from textual.widgets import Button, DataTable, Footer, Input, Static
 
 from dataparallel.monitor.readings import process_control
@@ -28,57 +27,46 @@ from dataparallel.tools.monitor.view import ACCENT, WARNING, View
 _TICK = 0.1
 #: So many rows of the table stay visible, however much there is to tell of devices and replicas.
 _FEWEST_ROWS = 5
-_PATTERN = "words, user:NAME or device:NAME; Enter keeps the filter, Esc ends it"
+_PATTERN = "words, user:NAME or device:NAME; Enter keeps, Esc ends it"
 
 
-class Box(VerticalScroll):
-    """What stands in a frame with a title, and scrolls if it must."""
+class Panel(ModalScreen[bool]):
+    """A text above the rest, which is read and closed; or a question, which is answered.
 
-    def __init__(self, title: str, hint: str, *children: Widget) -> None:
-        super().__init__(*children)
-        self.border_title, self.border_subtitle = title, hint
-
-
-class Panel(ModalScreen[None]):
-    """A text above the rest, to be read and closed."""
+    Args:
+        title: Stands above it.
+        text: It scrolls.
+        is_question: Whether there is a yes; Enter alone means no.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter,n,e,question_mark", "dismiss", "close", key_display="esc"),
-        Binding("ctrl+c", "app.quit", show=False, priority=True),
+        Binding("escape,enter,q,n,e,question_mark", "answer(False)"),
+        Binding("y", "answer(True)"),
+        Binding("ctrl+c", "app.quit", priority=True),
     ]
 
-    def __init__(self, title: str, text: Text) -> None:
+    def __init__(self, title: str, text: Text, *, is_question: bool = False) -> None:
         super().__init__()
-        self._title, self._text = title, text
+        hint = "" if is_question else "   Esc closes"
+        self._text = Text.assemble((title, "bold"), (hint, "dim"), "\n\n", text)
+        self._is_question = is_question
 
     def compose(self) -> ComposeResult:
-        """The text, which scrolls."""
-        yield Box(self._title, "esc closes", Static(self._text))
+        """The text, and the buttons of a question."""
+        with VerticalScroll(can_focus=not self._is_question):
+            yield Static(self._text)
+            if self._is_question:
+                yield Horizontal(
+                    Button("No (n)", compact=True),
+                    Button("Yes (y)", id="yes", variant="error", compact=True),
+                )
 
-
-class Confirmation(ModalScreen[bool]):
-    """Asks whether it shall be done."""
-
-    AUTO_FOCUS = "Button"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "dismiss(True)", "yes"),
-        Binding("n,escape,q", "dismiss(False)", "no"),
-        Binding("ctrl+c", "app.quit", show=False, priority=True),
-    ]
-
-    def __init__(self, question: str, text: Text) -> None:
-        super().__init__()
-        self._question, self._text = question, text
-
-    def compose(self) -> ComposeResult:
-        """What it is about, and two buttons; Enter alone means no."""
-        no = Button("No (n)", compact=True)
-        yes = Button("Yes (y)", id="yes", variant="error", compact=True)
-        yield Box(self._question, "", Static(self._text), Horizontal(no, yes))
+    def action_answer(self, is_yes: bool) -> None:
+        """A key was pressed."""
+        self.dismiss(is_yes and self._is_question)
 
     @on(Button.Pressed)
-    def answer(self, event: Button.Pressed) -> None:
-        """A button was clicked."""
+    def _answer(self, event: Button.Pressed) -> None:
         self.dismiss(event.button.id == "yes")
 
 
@@ -105,24 +93,19 @@ class TopApp(App[None]):
     #processes { height: 1fr; scrollbar-size: 0 1; }
     #processes > .datatable--header { background: $surface; text-style: bold underline; }
     .hidden { display: none; }
-    Panel, Confirmation { align: center middle; }
-    Box { width: 90%; max-width: 110; height: auto; max-height: 90%; padding: 0 1; }
-    Box { border: round $primary; scrollbar-size-vertical: 1; }
-    Box Static { height: auto; }
-    Box Horizontal { height: auto; align-horizontal: right; margin-top: 1; }
+    Panel { align: center middle; }
+    Panel VerticalScroll { width: 90%; max-width: 110; height: auto; max-height: 90%; }
+    Panel VerticalScroll { border: round $primary; padding: 0 1; scrollbar-size-vertical: 1; }
+    Panel Static { height: auto; }
+    Panel Horizontal { height: auto; align-horizontal: right; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark,h", "help", "help", key_display="?", tooltip="all keys"),
         Binding("q", "quit", "quit", tooltip="quit; so does Ctrl-C"),
         Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False),
         Binding("n", "messages", show=False, tooltip="all warnings, advice and notes in full"),
-        Binding(
-            "slash",
-            "filter",
-            "filter",
-            key_display="/",
-            tooltip=f"show processes with {_PATTERN}",
-        ),
+        Binding("slash", "filter", "filter", key_display="/", tooltip=f"processes with {_PATTERN}"),
         Binding("comma,less_than_sign", "sort(-1)", show=False),
         Binding(
             "full_stop,greater_than_sign",
@@ -135,11 +118,9 @@ class TopApp(App[None]):
         Binding("t", "tree", "tree", tooltip="processes below their parents"),
         Binding("e", "environment", "env", tooltip="environment of the process"),
         Binding("space", "tag", "tag", key_display="space", tooltip="tag a process, or untag it"),
-        Binding("u", "untag", show=False, tooltip="untag all processes"),
         Binding("I", "end('interrupt')", "int", tooltip="interrupt: SIGINT, as Ctrl-C sends it"),
         Binding("T", "end('terminate')", "term", tooltip="terminate: SIGTERM, which asks to end"),
         Binding("K", "end('kill')", "kill", tooltip="kill: SIGKILL, which nothing can refuse"),
-        Binding("d", "light", show=False, tooltip="colors for the other kind of background"),
     ]
 
     def __init__(
@@ -174,7 +155,7 @@ class TopApp(App[None]):
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
-        yield from (self._head, self._body, self._table, self._pattern, Footer())
+        yield from (self._head, self._body, self._table, self._pattern, Footer(compact=True))
 
     def on_mount(self) -> None:
         """Begin to show what comes."""
@@ -222,9 +203,11 @@ class TopApp(App[None]):
         self._draw_rows(() if sample is None else sample.processes)
         num_rows = min(len(self._rows), max(_FEWEST_ROWS, height // 4))
         has_table = bool(self._rows or self._pattern.value)
+        if has_table and self._table.has_class("hidden") and not self._pattern.has_focus:
+            self._table.focus()
         self._table.set_class(not has_table, "hidden")
-        room = height - len(head) - 1 - self._pattern.display
-        room -= (num_rows + 1) * has_table
+        has_pattern = not self._pattern.has_class("hidden")
+        room = height - len(head) - 1 - has_pattern - (num_rows + 1) * has_table
         for full in (True, False):
             lines = self._view.machine(width - 1, full=full)
             if len(lines) <= room:
@@ -290,6 +273,7 @@ class TopApp(App[None]):
             if self.check_action(one.action.partition("(")[0], ())
         ]
         told += [
+            ("Esc", "end the filter, untag all"),
             ("↑ ↓ PgUp PgDn", "choose a process, or scroll; so does the mouse"),
             ("← →", "scroll the table sideways"),
             ("Tab", "go between the table and what is above it"),
@@ -322,7 +306,8 @@ class TopApp(App[None]):
         self._draw()
 
     def key_escape(self) -> None:
-        """End the filter."""
+        """End the filter, and untag all processes."""
+        self._tagged.clear()
         self._pattern.clear()
         self._keep_filter()
 
@@ -360,11 +345,6 @@ class TopApp(App[None]):
                 self._tagged[process.pid] = process
             self._draw()
 
-    def action_untag(self) -> None:
-        """Untag all processes."""
-        self._tagged.clear()
-        self._draw()
-
     def action_environment(self) -> None:
         """Show the environment of the selected process."""
         if self._selected is None:
@@ -397,11 +377,12 @@ class TopApp(App[None]):
             if is_wanted:
                 for one in chosen:
                     self._tried(process_control.end_process, one, how)
-                self.action_untag()
+                self._tagged.clear()
+                self._draw()
 
         if chosen:
             number = "1 process" if len(chosen) == 1 else f"{len(chosen)} processes"
-            self.push_screen(Confirmation(f"{how} {number}?", text), answered)
+            self.push_screen(Panel(f"{how} {number}?", text, is_question=True), answered)
 
     def _tried(self, do: Callable[..., object], process: ProcessReading, *how: str) -> bool:
         try:
@@ -413,10 +394,6 @@ class TopApp(App[None]):
 
     def _tell(self, error: OSError) -> None:
         self.notify(clean(str(error)), severity="error", markup=False)
-
-    def action_light(self) -> None:
-        """Take colors for a bright background, or for a dark one."""
-        self.theme = "ansi-dark" if self.theme == "ansi-light" else "ansi-light"
 
 
 def _joined(lines: Sequence[Text], width: int) -> Text:

@@ -173,17 +173,17 @@ def _alert_text(alert: Finding, *, is_short: bool = False) -> Text:
 
 def _host_line(host: HostReading, width: int) -> Text:
     share = host.memory_used / host.memory_total if host.memory_total else None
-    length = 12 if width >= 90 else 5
+    length = max(3, min(12, (width - 76) // 2))
     line = Text.assemble(
         *(("host ", "dim"), bar(host.utilization, length, _UTILIZATION)),
         f" {units.percent_text(host.utilization)} of {host.num_cpus:g} CPUs  ",
         bar(share, length, _MEMORY),
         f" {units.bytes_of_text(host.memory_used, host.memory_total)}",
     )
+    if host.load is not None:
+        line.append("  load ", "dim").append(" ".join(f"{load:.1f}" for load in host.load))
     if host.swap_total:
         line.append("  swap ", "dim").append(units.bytes_of_text(host.swap_used, host.swap_total))
-    if host.load is not None:
-        line.append("  load ", "dim").append(" ".join(f"{load:.2f}" for load in host.load))
     return line
 
 
