@@ -238,5 +238,5 @@ def prune(directory: Path, keep: int) -> None:
         if number < complete[-keep:][0]:
             # First what makes it a generation, so that nobody begins to read it.
             with contextlib.suppress(OSError):
-                (folder_of(directory, number) / MANIFEST).unlink()
+                os.unlink(folder_of(directory, number) / MANIFEST)
             shutil.rmtree(folder_of(directory, number), ignore_errors=True)
