@@ -35,6 +35,12 @@ EVERYTHING: dict[str, Any] = {
     "FanSpeed": 35,
     "CurrentClocksEventReasons": 0,
     "CurrentClocksThrottleReasons": 0,
+    # What nvitop asks for besides.
+    "PowerManagementLimit": 700_000,
+    "PciInfo_v3": {"busId": b"00000000:41:00.0"},
+    "PcieThroughput 0": 1200,
+    "PcieThroughput 1": 800,
+    **dict.fromkeys(("PersistenceMode", "PerformanceState", "DisplayActive", "ComputeMode"), 0),
 }
 #: Number and scope of a field: type and value, or the code with which it fails.
 FIELDS: dict[tuple[int, int], tuple[int, float] | int] = {
@@ -107,7 +113,8 @@ class Stub:
         key = name.removeprefix("nvmlDeviceGet")
         if "Processes" in key:
             return self._list(device, key, *args[1:])
-        key += "".join(f" {one.value}" for one in args[1:-1])
+        # What is asked for, and where the answer goes.
+        key += "".join(f" {one.value}" for one in args[1:] if not hasattr(one, "_obj"))
         if key not in device.answers:
             return NOT_SUPPORTED
         answer = device.answers[key]

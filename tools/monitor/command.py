@@ -41,6 +41,7 @@ def add_to(commands: Subparsers) -> None:
     _add_plot(parts)
     _add_report(parts)
     _add_serve(parts)
+    _add_grafana(parts)
 
 
 def add_sampler_options(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +199,19 @@ def _add_serve(commands: Subparsers) -> None:
         "--no-token",
         action="store_true",
         help="answer whoever reaches the address, which need not be loopback (default: off)",
+    )
+
+
+def _add_grafana(commands: Subparsers) -> None:
+    add_command(
+        commands,
+        "grafana",
+        summary="Print a dashboard for Grafana, with all that `monitor serve` tells Prometheus.",
+        examples=["dataparallel monitor grafana > dashboard.json"],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.monitor.grafana_command"),
+            extra="monitor",
+        ),
     )
 
 
