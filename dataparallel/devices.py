@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -191,6 +191,29 @@ def memory_allocated(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
+class Memory(NamedTuple):
+    """What is known of the memory of an accelerator; zeros for the CPU."""
+
+    #: The most bytes that tensors have occupied at a time.
+    peak: int = 0
+    #: Bytes that there are.
+    total: int = 0
+    #: How often the allocator found none free, gave back all that it had cached, and tried again.
+    retries: int = 0
+
+
+def memory_of(device: torch.device) -> Memory:
+    """What is known of a device's memory."""
+    if device.type == "cpu":
+        return Memory()
+    stats = torch.accelerator.memory_stats(device)
+    return Memory(
+        stats.get("allocated_bytes.all.peak", 0),
+        torch.accelerator.get_memory_info(device)[1],
+        stats.get("num_alloc_retries", 0),
+    )
+
+
 # --- streams ---------------------------------------------------------------------------------
 
 
@@ -263,6 +286,12 @@ def timing_event(device: torch.device) -> torch.Event | None:
     if device.type == "cpu":
         return None
     return _recorded(torch.Event(device, enable_timing=True), device)
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Whether work on a device may happen after the host has issued it."""
+    defers = getattr(torch.get_device_module(device), "defers", None)
+    return device.type != "cpu" if defers is None else bool(defers())
 
 
 def _recorded(event: torch.Event, device: torch.device) -> torch.Event:

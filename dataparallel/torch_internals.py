@@ -118,6 +118,21 @@ post_accumulate_grad_hooks: Any = operator.attrgetter("_post_accumulate_grad_hoo
 keep_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter")
 
 
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What calls a module after ``module.compile()``, its hooks within; None before that."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a module be called by something else; copies and pickles of it do not have that."""
+    module._compiled_call_impl = call
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling a module runs compiled code, of itself or of the module in it."""
+    return compiled_call(module) is not None or "_orig_mod" in module._modules
+
+
 def forward_mode_level() -> int:
     """The level of forward-mode derivatives, -1 outside of any; torch counts it in a variable."""
     return int(torch.autograd.forward_ad._current_level)

@@ -6,8 +6,9 @@ A step ends with the last step of an optimizer before the next forward; so a loo
 gradients makes one step of several forwards. Where no optimizer has been seen (it steps in
 backward, or there is none) it ends with the last backward before the next forward. A forward
 without gradients, with no backward, is a step of its own kind; so are eight with gradients that no
-backward follows. A step that a GradScaler skips is a part of the next one. That a step has ended is
-known when the next forward begins. ``end_step`` ends it at once.
+backward follows, or twice as many as one has ever followed. A step that a GradScaler skips is a
+part of the next one. That a step has ended is known when the next forward begins. ``end_step`` ends
+it at once.
 
 On an accelerator a step ends when the device is done with it. So each replica has its own beginning
 and end, its phases add up to what lies between, and the step is as long as the host took for it.
@@ -20,7 +21,8 @@ Two events of one device tell how long it took from one to the other, not when t
 happens no earlier than it is recorded, and at once where the device has nothing else to do. So the
 host's time minus the device's time, as each event is recorded, is at most the distance between the
 two clocks, and the greatest of these differences comes closest to it: the idea of the minimum
-filter with which NTP treats delays (RFC 5905, section 10).
+filter with which NTP treats delays (RFC 5905, section 10). To begin with, the host waits until the
+device has nothing to do: a device that is behind all the time would look like one that is not.
 
 ``elapsed_time`` is in milliseconds in single precision, and would be coarse after an hour. So times
 are added up from event to event.
@@ -46,12 +48,17 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from dataparallel.devices import synchronize
+from dataparallel.devices import runs_behind, synchronize, timing_event
+from dataparallel.monitor.module_spans import parameters_of
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
+#: A device is done about when the host is if it needs no more than so many nanoseconds longer, and
+#: this share of what the phase took.
+_LATENCY = 50_000
+_LATE = 0.1
 
 _Interval = tuple[Phase, int, int]
 
@@ -92,13 +99,13 @@ class _Step:
         is_last = bool(self.spans) and self.spans[-1].phase == "scatter"
         return [self.spans.pop()] if is_last else []
 
-    def has_ended(self, *, optimizer_known: bool) -> bool:
+    def has_ended(self, *, optimizer_known: bool, max_forwards: int) -> bool:
         """Whether a forward that begins now belongs to the next step."""
         return bool(self.spans) and (
             self.had_optimizer
             or not self.trains
             or (self.had_backward and not optimizer_known)
-            or self.forwards >= _MAX_FORWARDS
+            or self.forwards >= max_forwards
         )
 
     def close(self, end: int | None = None) -> int:
@@ -137,15 +144,19 @@ class StepAssembler:
         self._reading = threading.Lock()
         self._to_unix = time.time_ns() - time.perf_counter_ns()
         self._optimizer_known = False
+        #: Forwards since the last backward, and the most that a backward has followed.
+        self._forwards = self._most_forwards = 0
         self._explicit = False
         self._step: _Step | None = None
         self._ended: deque[tuple[int, _Step]] = deque(maxlen=keep)
         self.num_steps = self.num_samples = 0
-        self._use_devices()
+        #: Processor seconds that records for ``on_step`` have taken.
+        self.seconds = 0.0
+        self._use_devices(())
 
-    def _use_devices(self) -> None:
-        self._devices = self._timeline.devices
-        self._clocks = {device: _DeviceClock() for device in self._devices}
+    def _use_devices(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._clocks = {device: _DeviceClock(device) for device in devices}
         #: When each replica was done with the step before.
         self._last_end = [0] * len(self._devices)
 
@@ -153,7 +164,9 @@ class StepAssembler:
 
     def start(self) -> None:
         """Begin to listen."""
-        self._use_devices()
+        if self._devices and self._devices != self._timeline.devices:
+            self._on_devices(())
+        self._use_devices(self._timeline.devices)
         self._step = _Step(time.perf_counter_ns())
         self._timeline.subscribe(self._listener)
 
@@ -186,11 +199,15 @@ class StepAssembler:
                 return
             # Its own scattering has been told already, and belongs to it.
             scattering = step.take_scattering()
-            if not self._explicit and step.has_ended(optimizer_known=self._optimizer_known):
+            if not self._explicit and step.has_ended(
+                optimizer_known=self._optimizer_known,
+                max_forwards=max(_MAX_FORWARDS, 2 * self._most_forwards),
+            ):
                 step = self._step = self._close(step)
             for span in scattering:
                 step.add_span(span)
             step.add_forward(sizes, trains)
+            self._forwards += trains
         self._deliver(self._every)
 
     def _on_devices(self, kept: Sequence[int | None]) -> None:
@@ -198,7 +215,7 @@ class StepAssembler:
         with self._lock, self._reading:
             self._ended.clear()
             self.num_steps = self.num_samples = 0
-            self._use_devices()
+            self._use_devices(self._timeline.devices)
             if self._step is not None:
                 self._step = _Step(time.perf_counter_ns())
 
@@ -207,6 +224,9 @@ class StepAssembler:
         if step is None or span.failed:
             return
         step.add_span(span)
+        if span.phase == "backward":
+            self._most_forwards = max(self._most_forwards, self._forwards)
+            self._forwards = 0
         self._optimizer_known = self._optimizer_known or step.had_optimizer
 
     # --- what comes of it ------------------------------------------------------------------------
@@ -226,7 +246,12 @@ class StepAssembler:
 
     def _deliver(self, at_least: int) -> None:
         if self._on_step is not None and len(self._ended) >= at_least:
-            while (record := self._next_record()) is not None:
+            while True:
+                began = time.thread_time()
+                record = self._next_record()
+                self.seconds += time.thread_time() - began
+                if record is None:
+                    break
                 self._on_step(record)
 
     def drain(self) -> list[StepRecord]:
@@ -247,16 +272,18 @@ class StepAssembler:
             return record
 
     def _record(self, number: int, step: _Step) -> StepRecord:
-        intervals = self._intervals(step)
+        intervals, bound = self._intervals(step)
+        # The loss of all is the first replica's; the replicas' backwards may take turns.
+        backwards = [b for own in intervals for phase, b, _ in own if phase == "backward"]
         replicas = []
         for i, device in enumerate(self._devices):
             # Steps between may have been forgotten, and their time with them.
             begin = max(self._last_end[i], step.begin)
             end = max([step.end, *[interval[2] for interval in intervals[i]]])
             self._last_end[i] = end
-            segments = _segments(intervals[i], begin, end, loss=i == 0)
+            segments = _segments(intervals[i], begin, end, None if i else backwards)
             samples = step.sizes[i] if i < len(step.sizes) else 0
-            replicas.append(ReplicaStep(i, str(device), samples, segments))
+            replicas.append(ReplicaStep(i, str(device), samples, segments, bound[i]))
         return StepRecord(
             number,
             "train" if step.had_backward or step.had_optimizer else "inference",
@@ -267,8 +294,8 @@ class StepAssembler:
             step.calls,
         )
 
-    def _intervals(self, step: _Step) -> list[list[_Interval]]:
-        """Per replica its phases, in nanoseconds of the host's clock."""
+    def _intervals(self, step: _Step) -> tuple[list[list[_Interval]], list[float]]:
+        """Per replica its phases in nanoseconds of the host's clock, and its host-bound seconds."""
         marks: list[tuple[int, torch.Event, int]] = []
         for span in step.spans:
             for moment, events in ((span.begin, span.begin_events), (span.end, span.end_events)):
@@ -280,20 +307,27 @@ class StepAssembler:
             if event not in times:
                 times[event] = self._clocks[self._devices[replica]].host_time(event, moment)
         found: list[list[_Interval]] = [[] for _ in self._devices]
+        bound = [0.0] * len(self._devices)
+        telling = "backward" if step.had_backward else "forward"
         for span in step.spans:
             none = (None,) * len(span.replicas)
             ends = zip(span.begin_events or none, span.end_events or none, strict=True)
             for replica, (first, last) in zip(span.replicas, ends, strict=True):
                 begin = times.get(first, span.begin)
-                found[replica].append((span.phase, begin, max(begin, times.get(last, span.end))))
-        return found
+                end = max(begin, times.get(last, span.end))
+                found[replica].append((span.phase, begin, end))
+                is_late = end - span.end > max(_LATENCY, _LATE * (end - begin))
+                tells = span.phase == telling and last is not None
+                if tells and not is_late and runs_behind(self._devices[replica]):
+                    bound[replica] += (end - begin) / 1e9
+        return found, bound
 
 
 def _segments(
-    intervals: list[_Interval], begin: int, end: int, *, loss: bool
+    intervals: list[_Interval], begin: int, end: int, backwards: Sequence[int] | None
 ) -> tuple[Segment, ...]:
     """What a replica did from ``begin`` to ``end``: of spans within each other the innermost."""
-    named = _with_gaps(intervals, begin, end, loss=loss)
+    named = _with_gaps(intervals, begin, end, backwards)
     cuts = sorted({begin, end, *(t for _, b, e in named for t in (b, e) if begin < t < end)})
     segments: list[Segment] = []
     opened: list[_Interval] = []
@@ -310,20 +344,26 @@ def _segments(
     return tuple(segments)
 
 
-def _with_gaps(intervals: list[_Interval], begin: int, end: int, *, loss: bool) -> list[_Interval]:
-    """Also what lies between the spans and has a name."""
+def _with_gaps(
+    intervals: list[_Interval], begin: int, end: int, backwards: Sequence[int] | None
+) -> list[_Interval]:
+    """Also what lies between the spans and has a name.
+
+    ``backwards``: when those of all replicas begin, if this one computes the loss of all.
+    """
     found = list(intervals)
     first = min((one[1] for one in intervals), default=end)
     if first > begin:
         found.append(("input", begin, first))
-    if loss:
+    if backwards is not None:
         # From each gathering to the backward that comes next.
         outputs: int | None = None
         for phase, start, stop in sorted(intervals, key=lambda one: one[1]):
             if phase in ("gather", "forward"):
                 outputs = stop
             elif phase == "backward" and outputs is not None:
-                found.append(("loss", outputs, start))
+                earliest = min((one for one in backwards if one >= outputs), default=start)
+                found.append(("loss", outputs, min(start, earliest)))
                 outputs = None
     return found
 
@@ -331,11 +371,12 @@ def _with_gaps(intervals: list[_Interval], begin: int, end: int, *, loss: bool) 
 class _DeviceClock:
     """Tells when events of one device happened. See Note [A device's clock]."""
 
-    def __init__(self) -> None:
-        self._anchor: torch.Event | None = None
+    def __init__(self, device: torch.device) -> None:
+        synchronize(device)
+        self._anchor = timing_event(device)
         #: The device's time at the anchor, in nanoseconds.
         self._at = 0
-        self._distance: int | None = None
+        self._distance = None if self._anchor is None else time.perf_counter_ns()
 
     def host_time(self, event: torch.Event, recorded: int) -> int:
         """When an event happened, by the host's clock; events come as they were recorded."""
@@ -349,15 +390,15 @@ class _DeviceClock:
 
 
 class OptimizerSpans:
-    """Tells a timeline when an optimizer steps a parameter of a module.
+    """Tells a timeline when an optimizer steps a parameter of a module, or of an optimizer.
 
     Torch calls the same hooks for all optimizers; those of other modules are left out.
     """
 
-    def __init__(self, timeline: Timeline, module: nn.Module) -> None:
+    def __init__(self, timeline: Timeline, target: nn.Module | Optimizer) -> None:
         # What torch keeps must not keep the model.
         self._timeline = weakref.ref(timeline)
-        self._module = weakref.ref(module)
+        self._target = weakref.ref(target)
         self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         #: The step of a class may call that of its base. Torch says nothing of one that raises.
         self._begun: weakref.WeakKeyDictionary[Optimizer, list[AbstractContextManager[object]]]
@@ -375,8 +416,8 @@ class OptimizerSpans:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         known = self._ours.get(optimizer)
         if known is None:
-            module = self._module()
-            members = {id(p) for p in module.parameters()} if module is not None else set()
+            target = self._target()
+            members = set() if target is None else {id(p) for p in parameters_of(target)}
             known = any(id(p) in members for g in optimizer.param_groups for p in g["params"])
             self._ours[optimizer] = known
         return known

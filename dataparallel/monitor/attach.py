@@ -159,6 +159,8 @@ class Publisher:
     def __init__(self, state: Callable[[], RunState | None]) -> None:
         self._state = state
         self._closed = False
+        #: Processor seconds that answering has taken.
+        self.seconds = 0.0
         self._process = os.getpid()
         try:
             self._listener, self._path = _listen()
@@ -199,6 +201,7 @@ class Publisher:
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_PATIENCE)
                 connection.sendall(self._answer())
+            self.seconds = time.thread_time()
             # So that watchers take little of the training's time.
             time.sleep(min(9 * (time.perf_counter() - began), _MAX_REST))
         self._listener.close()

@@ -21,6 +21,12 @@ Each cause of lost time that is found is priced in seconds per step, from what w
     scatter         half of it: copies that overlap with other work
     optimizer       what of it other devices could do, or half of it as one fused kernel
     overhead        half of it per sample, in a batch twice as large
+    oversubscribed  of the computing, the share for which there are too many threads
+    wait policy     half of the computing, where threads that wait keep the processors busy
+    host-bound      half of the computing, with fewer or larger kernels
+    small buckets   of the reducing, what so many fewer buckets save
+    memory pressure each time that the allocator gave back its cache, as long as that took once:
+                    2 ms on an NVIDIA H200
 
 These are upper bounds, made to be compared. They do not add up: time in which the others wait for
 the loss or the optimizer is priced there and nowhere else.
@@ -28,12 +34,14 @@ the loss or the optimizer is priced there and nowhere else.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from dataparallel.monitor.record import StepRecord
-from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads.timeline import PHASES, Phase
 
 #: Less than this share of a step is not worth a change; from the second one on, it is a warning.
@@ -44,6 +52,15 @@ _NOTABLE = 0.1
 #: Of several replicas on one device one is slower for a reason of its own only if it is so nearly
 #: always: otherwise they take turns on the processors.
 _NEARLY_ALWAYS = 0.75
+#: Phases in which operators run.
+_COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
+#: So many buckets are many, and buckets of fewer bytes small; and what is usual, in bytes.
+_MANY_BUCKETS = 8
+_SMALL_BUCKET = 2**18
+_USUAL_BUCKET = 25 * 2**20
+#: Memory is nearly full from here on; and the seconds in which an allocator gives back its cache.
+_NEARLY_FULL = 0.9
+_RETRY_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -77,10 +94,11 @@ class Finding:
 
 
 class ReplicaTotals(NamedTuple):
-    """One replica in several steps: how many samples it got, and the seconds of each phase."""
+    """One replica in several steps: its samples, the seconds of each phase, host-bound seconds."""
 
     samples: float
     seconds: Mapping[Phase, float]
+    host_bound: float = 0.0
 
 
 class Part(NamedTuple):
@@ -99,7 +117,9 @@ class Part(NamedTuple):
     @staticmethod
     def of(step: StepRecord) -> Part:
         """A step as a part."""
-        replicas = [ReplicaTotals(one.samples, one.seconds) for one in step.replicas]
+        replicas = [
+            ReplicaTotals(one.samples, one.seconds, one.host_bound) for one in step.replicas
+        ]
         return Part(1, step.seconds, step.samples, replicas, step.kind, step.number == 1)
 
 
@@ -138,6 +158,8 @@ class RunTotals:
     replicas: tuple[ReplicaScore, ...]
     #: The phases that tell how fast each replica is.
     own_phases: tuple[Phase, ...]
+    #: Seconds per step in which devices wait for the host, the mean over the replicas.
+    host_bound: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -182,6 +204,8 @@ def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
         sum(part.samples for part in parts),
         tuple(replicas),
         own_phases,
+        sum(one.host_bound for part in parts for one in part.replicas)
+        / (max(1, number) * len(info.devices)),
     )
 
 
@@ -273,10 +297,12 @@ def find_changes(
     info: RunInfo,
     straggler: Straggler | None,
     slowed: Mapping[str, str] | None = None,
+    state: RunState | None = None,
 ) -> list[Finding]:
     """All that is worth a change, the largest gain first, or a finding that nothing is.
 
-    ``slowed`` tells, by the name of a device, why it is slowed down. See Note [Estimated gains].
+    ``slowed`` tells, by the name of a device, why it is slowed down; ``state`` of its memory. See
+    Note [Estimated gains].
     """
     if not totals.step_seconds:
         return [Finding("unknown", "No step has ended yet, so there is nothing to tell.")]
@@ -285,11 +311,16 @@ def find_changes(
         _scatter(totals, info),
         _straggler(totals, straggler, slowed or {}),
         _outputs(totals),
-        _optimizer(totals),
+        _optimizer(totals, info),
         _across(totals, info),
         _overhead(totals, straggler),
+        _threads(totals, info),
+        _host_bound(totals, info),
+        _buckets(totals, info),
     ]
     chosen = [one for one in found if one is not None and one.gain >= _WORTHWHILE]
+    if state is not None and (pressure := _memory(totals, state)) is not None:
+        chosen.append(pressure)
     if chosen:
         return sorted(chosen, key=lambda one: -one.gain)
     busy = _share(totals, totals.mean("forward", "loss", "backward"))
@@ -419,7 +450,7 @@ def _loss_of_first(totals: RunTotals) -> float:
     return first if others and not any(others) else 0.0
 
 
-def _optimizer(totals: RunTotals) -> Finding:
+def _optimizer(totals: RunTotals, info: RunInfo) -> Finding:
     seconds = max(totals.each("optimizer"))
     devices = len({one.device for one in totals.replicas})
     if devices > 1:
@@ -431,7 +462,8 @@ def _optimizer(totals: RunTotals) -> Finding:
         )
     else:
         saved, where = seconds / 2, ""
-        remedy = "Give the optimizer fused=True (or foreach=True), or use model.step_in_backward."
+        remedy = "Give the optimizer fused=True (or foreach=True)"
+        remedy += "." if info.is_hooked else ", or use model.step_in_backward."
     text = f"{_share(totals, seconds)} of each step is the optimizer's{where}. {remedy}"
     return _change(totals, "optimizer", saved, text, optimizer_seconds=seconds)
 
@@ -445,6 +477,88 @@ def _across(totals: RunTotals, info: RunInfo) -> Finding:
         "others, look at its own report first."
     )
     return _change(totals, "communication hook", waiting / 2, text, reduce_seconds=waiting)
+
+
+def _threads(totals: RunTotals, info: RunInfo) -> Finding | None:
+    """Whether more threads compute on the CPU than there are processors."""
+    num_replicas = sum(device == "cpu" for device in info.devices)
+    processes, each = info.local_world_size, max(info.num_threads, num_replicas)
+    share = max(1, int(info.num_cpus / processes))
+    computing = totals.mean(*_COMPUTING)
+    is_active = info.wait_policy.lower() == "active"
+    if num_replicas and share < each:
+        threads = processes * each
+        whose = f" ({processes} processes with {each} each)" if processes > 1 else ""
+        fewer = f", and at most {share} replicas" if num_replicas > share else ""
+        text = (
+            f"{threads} threads{whose} compute on {info.num_cpus:g} processors, and wait for each "
+            f"other. Set OMP_NUM_THREADS={share}, or call torch.set_num_threads({share}){fewer}."
+        )
+        if is_active:
+            text += " Take OMP_WAIT_POLICY=active away: threads that wait then leave the processor."
+        saved = computing * (1 - info.num_cpus / threads)
+        return _change(totals, "oversubscribed", saved, text, threads=threads, cpus=info.num_cpus)
+    if num_replicas * processes < 2 or not is_active:
+        return None
+    text = (
+        "OMP_WAIT_POLICY=active: threads that wait for those of another replica or process keep "
+        "their processors busy. Take it away, or set OMP_WAIT_POLICY=passive before Python starts."
+    )
+    return _change(totals, "wait policy", computing / 2, text, computing_seconds=computing)
+
+
+def _host_bound(totals: RunTotals, info: RunInfo) -> Finding | None:
+    """Whether devices wait for the host to issue work. See Note [Host-bound phases]."""
+    telling = totals.mean("backward") or totals.mean("forward")
+    if totals.host_bound < telling / 2 or not totals.host_bound:
+        return None
+    computing = totals.mean(*_COMPUTING)
+    ours = "" if info.is_hooked else "DistributedDataParallel(..., capture=True), or "
+    text = (
+        "The device is done with each kernel as soon as the host has issued the next one, so it "
+        f"waits for the host during {_share(totals, computing)} of each step. Let it get more work "
+        f'at a time: {ours}torch.compile(module, mode="reduce-overhead"), or a larger batch.'
+    )
+    return _change(totals, "host-bound", computing / 2, text, host_bound_seconds=totals.host_bound)
+
+
+def _buckets(totals: RunTotals, info: RunInfo) -> Finding | None:
+    """Whether gradients are reduced in many pieces that are small."""
+    size = 4 * info.num_parameters / max(1, info.num_buckets)
+    if info.num_buckets < _MANY_BUCKETS or size >= _SMALL_BUCKET:
+        return None
+    reducing = totals.mean("reduce local", "reduce across processes")
+    few = math.ceil(4 * info.num_parameters / _USUAL_BUCKET)
+    text = (
+        f"{_share(totals, reducing)} of each step reduces gradients in {info.num_buckets} buckets "
+        f"of about {size / 1024:.3g} KiB, each with a sum and a message of its own. Leave "
+        "bucket_cap_mb at its default, or make it larger."
+    )
+    saved = reducing * (1 - few / info.num_buckets)
+    return _change(totals, "small buckets", saved, text, num_buckets=info.num_buckets)
+
+
+def _memory(totals: RunTotals, state: RunState) -> Finding | None:
+    """Whether a device has hardly enough memory."""
+    each = zip(state.memory_retries, state.memory_peak, state.memory_total, strict=True)
+    # The CPU tells no total.
+    used = [(retries, peak / (total or math.inf)) for retries, peak, total in each]
+    retries, share = max(used, default=(0, 0.0))
+    if not state.num_steps or (not retries and share < _NEARLY_FULL):
+        return None
+    text = (
+        f"Tensors have taken up to {percent(share)} of the memory of "
+        f"{state.info.devices[used.index((retries, share))]}"
+    )
+    if retries:
+        text += f", and its allocator had to give back its cache {retries} times, which waits"
+    text += (
+        ". Make the batch smaller, checkpoint activations, or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts."
+    )
+    saved = retries / state.num_steps * _RETRY_SECONDS
+    found = _change(totals, "memory pressure", saved, text, share=share, retries=retries)
+    return dataclasses.replace(found, severity="warning")
 
 
 def _overhead(totals: RunTotals, straggler: Straggler | None) -> Finding | None:

@@ -33,12 +33,15 @@ class ReplicaStep:
         device: Name of its device.
         samples: How many samples it got.
         segments: What it did from the beginning of the step to its end, without gaps.
+        host_bound: Seconds of its backward (of its forward, where there is none) in which its
+            device waited for the host to issue work; 0 on the CPU.
     """
 
     index: int
     device: str
     samples: int
     segments: tuple[Segment, ...]
+    host_bound: float = 0.0
 
     @property
     def seconds(self) -> dict[Phase, float]:
@@ -90,6 +93,7 @@ class StepRecord:
                     str(one["device"]),
                     int(one["samples"]),
                     tuple(_segment(segment) for segment in one["segments"]),
+                    float(one.get("host_bound", 0.0)),
                 )
                 for one in data["replicas"]
             )

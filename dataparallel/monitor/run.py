@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -11,12 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
+from dataparallel.monitor.module_spans import parameters_of
 from dataparallel.monitor.readings.cgroup import quota
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
-from dataparallel.threads.timeline import Phase
+from dataparallel.reducer.options import default_group
+from dataparallel.threads.timeline import Phase, Timeline
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,10 @@ class RunInfo:
     """What does not change while a run goes on.
 
     Attributes:
-        model: Name of the wrapped module's class.
-        wrapper: Name of the wrapper's class.
+        model: Name of the class of the module, or of the optimizer.
+        wrapper: In what the module is wrapped: a class of this package; ``"DDP"``, ``"FSDP"``,
+            ``"fully_shard"`` or ``"torch.compile"`` of torch's; ``"module"`` if in nothing,
+            ``"optimizer"`` if the monitor got one.
         devices: The device of each replica.
         uuids: The identity of each of them; None where it has none.
         world_size: How many processes there are.
@@ -34,8 +41,10 @@ class RunInfo:
         num_buckets: How many buckets gradients are reduced in; 0 where there are none.
         bucket_bytes: Size of the largest bucket.
         num_threads: With how many threads torch computes an operator on the CPU.
-        num_cpus: How many processors the process may use; a quota may be a part of one.
+        num_cpus: How many processors its processes on this machine may use; a quota may be a part
+            of one.
         wait_policy: What ``OMP_WAIT_POLICY`` says; empty where it says nothing.
+        is_hooked: Whether the module is no wrapper of this package, and watched by hooks.
     """
 
     model: str
@@ -50,6 +59,7 @@ class RunInfo:
     num_threads: int = 1
     num_cpus: float = 1.0
     wait_policy: str = ""
+    is_hooked: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,12 @@ class RunState:
         memory: Per replica, the bytes that torch's tensors occupy on its device; 0 on the CPU.
         last: The last step that has ended; None if there is none.
         monitor_seconds: Processor seconds that watching itself has taken in this process.
+        host_bound: Per replica the seconds of all steps so far in which its device waited for the
+            host to issue work; see :class:`ReplicaStep`.
+        memory_peak: Per replica, the most bytes that tensors have occupied; 0 on the CPU.
+        memory_total: Per replica, the bytes that its device has; 0 on the CPU.
+        memory_retries: Per replica, how often the allocator had to give back its cache and try
+            again since watching began.
     """
 
     job: str
@@ -89,6 +105,15 @@ class RunState:
     memory: tuple[int, ...]
     last: StepRecord | None
     monitor_seconds: float = 0.0
+    host_bound: tuple[float, ...] = ()
+    memory_peak: tuple[int, ...] = ()
+    memory_total: tuple[int, ...] = ()
+    memory_retries: tuple[int, ...] = ()
+
+    @property
+    def monitor_share(self) -> float:
+        """The share of a processor that watching has taken since it began."""
+        return self.monitor_seconds / max(1e-9, self.time - self.started)
 
     @property
     def order(self) -> tuple[str, int, int, int]:
@@ -114,13 +139,14 @@ class RunState:
         try:
             info = data["info"]
             lists = {name: tuple(info[name]) for name in ("devices", "uuids")}
+            numbers = ("memory", "memory_peak", "memory_total", "memory_retries", "host_bound")
             return RunState(
                 **{
                     **data,
+                    **{name: tuple(data[name]) for name in numbers},
                     "info": RunInfo(**{**info, **lists}),
                     "now": tuple((phase, float(since)) for phase, since in data["now"]),
                     "totals": tuple(dict(one) for one in data["totals"]),
-                    "memory": tuple(data["memory"]),
                     "last": None if data["last"] is None else StepRecord.from_json(data["last"]),
                 }
             )
@@ -128,33 +154,76 @@ class RunState:
             raise ValueError(f"this is no state of a run: {error!r} in {data!r:.200}") from error
 
 
-def describe_run(model: DataParallel[Any]) -> RunInfo:
-    """All that a monitor asks of a wrapper beside its timeline; buckets are made anew at times."""
-    group, sizes = None, []
-    if isinstance(model, DistributedDataParallel):
-        group = model.process_group
-        buckets = model.reducer.buckets.all
+#: The label of each class of torch's that wraps a module, and where that is.
+_WRAPPERS = {
+    "DistributedDataParallel": ("DDP", "module"),
+    "FullyShardedDataParallel": ("FSDP", "module"),
+    "DataParallel": ("nn.DataParallel", "module"),
+    "OptimizedModule": ("torch.compile", "_orig_mod"),
+}
+
+
+def describe_run(target: nn.Module | Optimizer, timeline: Timeline) -> RunInfo:
+    """All that a monitor asks of what it watches; buckets are made anew at times."""
+    group, sizes = default_group(), []
+    if isinstance(target, DataParallel):
+        model, wrapper, group = type(target.module).__name__, type(target).__name__, None
+    else:
+        model, wrapper = _names(target)
+    if isinstance(target, DistributedDataParallel):
+        group = target.process_group
+        buckets = target.reducer.buckets.all
         sizes = [sum(parameter.nbytes for parameter in one.originals) for one in buckets]
+    world_size = 1 if group is None else group.size()
+    address = os.environ.get("MASTER_ADDR", "")
+    local = os.environ.get("LOCAL_WORLD_SIZE") or (world_size if _is_loopback(address) else 1)
     return RunInfo(
-        model=type(model.module).__name__,
-        wrapper=type(model).__name__,
-        devices=tuple(str(device) for device in model.device_ids),
-        uuids=tuple(device_uuid(device) for device in model.timeline.devices),
-        world_size=1 if group is None else group.size(),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        model=model,
+        wrapper=wrapper,
+        devices=tuple(str(device) for device in timeline.devices),
+        uuids=tuple(device_uuid(device) for device in timeline.devices),
+        world_size=world_size,
+        local_world_size=int(local),
+        num_parameters=sum(p.numel() for p in parameters_of(target)),
         num_buckets=len(sizes),
         bucket_bytes=max(sizes, default=0),
         num_threads=torch.get_num_threads(),
-        num_cpus=_num_cpus(),
+        num_cpus=_num_cpus(int(local)),
         wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+        is_hooked=not isinstance(target, DataParallel),
     )
 
 
-def _num_cpus() -> float:
-    """How many processors this process may use, also in a container."""
+def _names(target: nn.Module | Optimizer) -> tuple[str, str]:
+    """Of the innermost module, and of what wraps it."""
+    if isinstance(target, Optimizer):
+        return type(target).__name__, "optimizer"
+    found = []
+    module: Any = target
+    while type(module).__name__ in _WRAPPERS:
+        label, attribute = _WRAPPERS[type(module).__name__]
+        if not isinstance(inside := getattr(module, attribute, None), nn.Module):
+            break
+        found.append(label)
+        module = inside
+    name = type(module).__name__
+    if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        # Made of the module's own class.
+        found.append("fully_shard")
+        name = name.removeprefix("FSDP")
+    return name, " of ".join(found) or "module"
+
+
+def _num_cpus(local_world_size: int) -> float:
+    """How many processors the processes on this machine may use, also in a container."""
     ask = getattr(os, "sched_getaffinity", None)
-    count = float(len(ask(0)) if ask is not None else os.cpu_count() or 1)
+    if ask is None:
+        count = float(os.cpu_count() or 1)
+    else:
+        # Each of several may be bound to its own; what has started them is not.
+        count = float(len(ask(0)))
+        with contextlib.suppress(OSError):
+            count = max(count, float(len(ask(os.getppid() if local_world_size > 1 else 0))))
     limit = quota()
     return count if limit is None else min(count, limit.cpus)
 

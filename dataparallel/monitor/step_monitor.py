@@ -1,4 +1,4 @@
-"""What watches a wrapper while it trains."""
+"""What watches a model while it trains."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from dataparallel.devices import memory_allocated
+from torch import nn
+from torch.optim import Optimizer
+
+from dataparallel.devices import memory_allocated, memory_of
 from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.attach import Publisher
 from dataparallel.monitor.findings import Part
+from dataparallel.monitor.loggers import MetricsLogger
+from dataparallel.monitor.module_spans import ModuleSpans, device_of
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState, describe_run, name_of_job, rank_of_process
 from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
-from dataparallel.threads.timeline import Listener, Phase
+from dataparallel.threads.timeline import Listener, Phase, Timeline
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,11 +37,21 @@ _numbers = itertools.count()
 
 
 class StepMonitor:
-    """Records in which phase each replica of a wrapper is, step by step.
+    """Records in which phase each replica of a model is, step by step.
+
+    A wrapper of this package tells the phases of its replicas itself, also where it is a part of
+    something else. Any other module, such as torch's ``DistributedDataParallel`` or
+    ``FullyShardedDataParallel``, or one that ``torch.compile`` or ``fully_shard`` has changed, is
+    watched by hooks and counts as one replica, on the device of its first parameter: what it
+    contains is its forward, with wrappers of this package in it. An optimizer stands for all
+    modules that hold its parameters. With torch's wrappers the all-reduce is a part of the
+    backward, and the gathering of sharded parameters of both. Parameters without a module have all
+    between the optimizer's step and the backward as forward. See Note [Modules that are called].
 
     Phases are marked with the host's clock, and on accelerators with events; nothing waits for a
-    device. See Note [Phases of a replica] and Note [Where a step ends]. The steps before are
-    forgotten when replicas are dropped or added.
+    device once a with block has begun. See Note [Phases of a replica] and Note [Where a step ends].
+    The steps before are forgotten when replicas are dropped or added, or a module goes to another
+    device.
 
     Example::
 
@@ -48,52 +63,72 @@ class StepMonitor:
         print(monitor.summary())
 
     Args:
-        model: The wrapper.
+        model: A wrapper, a module, or an optimizer.
         keep: How many steps are kept; older ones are forgotten. Default: 1000.
         publish: Whether ``dataparallel monitor top --attach`` of the same user may watch. Default:
             True.
         on_step: Called with each step's record, in the training thread. Default: nothing is;
             records are made when they are asked for, which takes less of the training thread.
+        log_to: Gets the metrics of :meth:`Summary.as_metrics` under ``dataparallel/``, about the
+            steps since the last time: a ``SummaryWriter`` of TensorBoard, a run of wandb, or a
+            logger of Lightning. The step is the record's number. Default: nobody.
+        log_every: Steps between two times. Default: 50.
 
     Raises:
-        TypeError: ``model`` is no wrapper of this package.
-        ValueError: ``keep`` is less than 1.
+        TypeError: ``model`` is neither a module nor an optimizer, or ``log_to`` takes no metrics.
+        ValueError: ``keep`` or ``log_every`` is less than 1.
         RuntimeError: It is entered a second time.
     """
 
     def __init__(
         self,
-        model: DataParallel[Any],
+        model: nn.Module | Optimizer,
         *,
         keep: int = 1000,
         publish: bool = True,
         on_step: Callable[[StepRecord], None] | None = None,
+        log_to: object = None,
+        log_every: int = 50,
     ) -> None:
-        if not isinstance(model, DataParallel):
+        if not isinstance(model, (nn.Module, Optimizer)):
             raise TypeError(
-                f"a StepMonitor watches a wrapper of this package, but got {type(model).__name__}; "
-                "wrap the module in dataparallel.DataParallel or DistributedDataParallel"
+                "a StepMonitor watches a torch.nn.Module, with or without a wrapper, or a "
+                f"torch.optim.Optimizer, but got {type(model).__name__}"
             )
         if keep < 1:
             raise ValueError(f"keep is the number of steps to keep, at least 1, but got {keep}")
         self._model = model
+        self._timeline = (
+            model.timeline if isinstance(model, DataParallel) else Timeline([device_of(model)])
+        )
+        self._logger = None if log_to is None else MetricsLogger(log_to, log_every)
         self._publish = publish
         self._number = next(_numbers)
         self._on_step = on_step
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=keep)
-        self._begin_anew()
         # What ends a monitor that is collected holds these; they may not hold the monitor.
-        self._listener = Listener(on_devices=_weakly(self._on_devices))
+        self._listener = Listener(
+            on_call=None if self._logger is None else _weakly(self._log),
+            on_devices=_weakly(self._on_devices),
+        )
         self._assembler = StepAssembler(
-            model.timeline, None if on_step is None else _weakly(self._tell), keep=keep
+            self._timeline, None if on_step is None else _weakly(self._tell), keep=keep
         )
         self._end: weakref.finalize[..., Any] | None = None
+        self._stopped: float | None = None
+        self._publisher: Publisher | None = None
+        self._module_spans: ModuleSpans | None = None
+        self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._started = time.time()
         self._last_number = 0
-        self._totals: list[dict[Phase, float]] = [{} for _ in self._model.timeline.devices]
+        devices = self._devices = self._timeline.devices
+        self._totals: list[dict[Phase, float]] = [{} for _ in devices]
+        self._host_bound = [0.0] * len(devices)
+        self._retries = [memory_of(device).retries for device in devices]
+        self._seconds_before = self._seconds()
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -102,16 +137,22 @@ class StepMonitor:
             raise RuntimeError(
                 "this StepMonitor is watching already; leave its with block first, or make another"
             )
-        timeline = self._model.timeline
+        timeline = self._timeline
+        if self._devices != timeline.devices:
+            # They have changed since it watched last.
+            self._on_devices(())
         self._assembler.start()
         timeline.subscribe(self._listener)
-        optimizers = OptimizerSpans(timeline, self._model)
-        publisher = Publisher(_weakly(self.state)) if self._publish else None
+        ends = [OptimizerSpans(timeline, self._model).remove]
+        if not isinstance(self._model, DataParallel):
+            self._module_spans = ModuleSpans(timeline, self._model)
+            ends.append(self._module_spans.remove)
+        self._publisher = Publisher(_weakly(self.state)) if self._publish else None
         # Nobody may have left the with block that a notebook has entered by hand.
         unsubscribe = functools.partial(timeline.unsubscribe, self._listener)
-        self._end = weakref.finalize(
-            self, _end, publisher, unsubscribe, self._assembler.stop, optimizers.remove
-        )
+        ends += [unsubscribe, self._assembler.stop]
+        self._stopped = None
+        self._end = weakref.finalize(self, _end, self._publisher, *ends)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -119,6 +160,9 @@ class StepMonitor:
         if end is not None:
             end()
             self._assembler.finish()
+            self._stopped = time.time()
+            if self._logger is not None:
+                self._log_steps(self._logger)
 
     def step(self) -> None:
         """Say that a step ends here; from then on steps end nowhere else.
@@ -139,7 +183,8 @@ class StepMonitor:
         self._last_number = number
         for record in records:
             self._steps.append(record)
-            for total, replica in zip(self._totals, record.replicas, strict=True):
+            for i, (total, replica) in enumerate(zip(self._totals, record.replicas, strict=True)):
+                self._host_bound[i] += factor * replica.host_bound
                 for phase, seconds in replica.seconds.items():
                     total[phase] = total.get(phase, 0.0) + factor * seconds
 
@@ -148,12 +193,21 @@ class StepMonitor:
         with self._lock:
             self._steps.clear()
             self._begin_anew()
+            if self._logger is not None:
+                self._logger.begin_anew()
 
     def _tell(self, record: StepRecord) -> None:
         with self._lock:
             self._keep([record])
         if self._on_step is not None:
             self._on_step(record)
+
+    def _log(self, sizes: Sequence[int], trains: bool) -> None:
+        if self._logger is not None and self._assembler.num_steps >= self._logger.next_step:
+            self._log_steps(self._logger)
+
+    def _log_steps(self, logger: MetricsLogger) -> None:
+        logger.log([one for one in self.steps if one.number > logger.last_step], self._summarize)
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -165,7 +219,11 @@ class StepMonitor:
 
     def summary(self) -> Summary:
         """What the steps that are kept come to: shares of phases, stragglers, what to change."""
-        return summarize([Part.of(step) for step in self.steps], describe_run(self._model))
+        return self._summarize(self.steps)
+
+    def _summarize(self, steps: Sequence[StepRecord]) -> Summary:
+        state = self.state()
+        return summarize([Part.of(step) for step in steps], state.info, state=state)
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the timelines of all replicas, for https://ui.perfetto.dev or chrome://tracing.
@@ -184,14 +242,17 @@ class StepMonitor:
             ValueError: No step has been recorded.
             OSError: The file cannot be written.
         """
-        return write_timeline(self.steps, describe_run(self._model), path, rank_of_process())
+        info = describe_run(self._model, self._timeline)
+        return write_timeline(self.steps, info, path, rank_of_process())
 
     def state(self) -> RunState:
         """The run as it is now, as it is published."""
         steps = self.steps
         with self._lock:
             totals = tuple(dict(total) for total in self._totals)
-        timeline = self._model.timeline
+            host_bound, retries = tuple(self._host_bound), tuple(self._retries)
+        timeline = self._timeline
+        memory = [memory_of(device) for device in timeline.devices]
         now = time.perf_counter_ns()
         return RunState(
             job=name_of_job(),
@@ -199,11 +260,11 @@ class StepMonitor:
             host=socket.gethostname(),
             pid=os.getpid(),
             number=self._number,
-            time=time.time(),
+            time=self._stopped or time.time(),
             started=self._started,
             num_steps=self._assembler.num_steps,
             num_samples=self._assembler.num_samples,
-            info=describe_run(self._model),
+            info=describe_run(self._model, timeline),
             now=tuple(
                 (phase, (now - since) / 1e9 if since else 0.0)
                 for phase, since in list(timeline.now)
@@ -211,7 +272,19 @@ class StepMonitor:
             totals=totals,
             memory=tuple(memory_allocated(device) for device in timeline.devices),
             last=steps[-1] if steps else None,
+            monitor_seconds=self._seconds() - self._seconds_before,
+            host_bound=host_bound,
+            memory_peak=tuple(one.peak for one in memory),
+            memory_total=tuple(one.total for one in memory),
+            memory_retries=tuple(
+                one.retries - before for one, before in zip(memory, retries, strict=True)
+            ),
         )
+
+    def _seconds(self) -> float:
+        """Processor seconds of spans, hooks, records, logs and answers to watchers so far."""
+        others = (self._assembler, self._module_spans, self._publisher, self._logger)
+        return self._timeline.seconds + sum(one.seconds for one in others if one is not None)
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T | None]:

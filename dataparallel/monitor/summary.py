@@ -20,7 +20,7 @@ from dataparallel.monitor.findings import (
     imbalance,
     percent,
 )
-from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads.timeline import PHASES
 
 #: With so many other steps, those with which a run began are left out: they warm up.
@@ -75,6 +75,7 @@ class Summary:
             and no computing hides it.
         findings: What to change, the largest gain first; at least one, see
             :class:`~dataparallel.monitor.findings.Finding`.
+        monitor_share: The share of a processor that watching took; None where that is unknown.
     """
 
     num_steps: int
@@ -90,6 +91,7 @@ class Summary:
     straggler: Straggler | None
     exposed_communication: float
     findings: tuple[Finding, ...]
+    monitor_share: float | None = None
 
     @property
     def advice(self) -> Finding:
@@ -115,6 +117,7 @@ class Summary:
             "imbalance": self.imbalance,
             "straggler_score": min(scores, default=None),
             "advice_gain": self.advice.gain,
+            "monitor_share": self.monitor_share,
         }
         if self.times is not None:
             found |= {"step_seconds_median": self.times.median, "step_seconds_p90": self.times.p90}
@@ -151,6 +154,8 @@ class Summary:
         told = f"exposed communication {percent(self.exposed_communication)} of the step"
         if self.imbalance is not None:
             told = f"imbalance {self.imbalance:.2f} (slowest over mean), {told}"
+        if self.monitor_share is not None:
+            told += f", watching took {100 * self.monitor_share:.2g} % of a processor"
         return [*lines, told]
 
     def table(self, width: int = _WIDTH) -> list[str]:
@@ -192,7 +197,7 @@ class Summary:
         if not self.num_steps:
             return _NO_STEP
         advice = textwrap.wrap(f"Change first: {self.advice}", _WIDTH)
-        return "\n".join([*self.headlines(), "", *self.table(), "", *advice])
+        return "\n".join([*advice, "", *self.headlines(), "", *self.table()])
 
     def __repr__(self) -> str:
         # The numbers of each replica would fill a screen.
@@ -203,13 +208,13 @@ class Summary:
         if not self.num_steps:
             return f"<p>{_NO_STEP}</p>"
         columns = [[html.escape(cell) for cell in column] for column in self._columns()]
-        lines = [html.escape(line) for line in (*self.headlines(), f"Change first: {self.advice}")]
+        first, *lines = (html.escape(one) for one in (str(self.advice), *self.headlines()))
         rows = [
             f"<tr><th>{title}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
             for title, *cells in zip(*columns, strict=True)
         ]
-        above = "".join(f"<p>{line}</p>" for line in lines[:-1])
-        return f"{above}<table>{''.join(rows)}</table><p><b>{lines[-1]}</b></p>"
+        below = "".join(f"<p>{line}</p>" for line in lines)
+        return f"<p><b>Change first: {first}</b></p>{below}<table>{''.join(rows)}</table>"
 
 
 def _counted(number: int, word: str) -> str:
@@ -228,11 +233,15 @@ def duration(seconds: float) -> str:
 
 
 def summarize(
-    parts: Sequence[Part], info: RunInfo, slowed: Mapping[str, str] | None = None
+    parts: Sequence[Part],
+    info: RunInfo,
+    slowed: Mapping[str, str] | None = None,
+    state: RunState | None = None,
 ) -> Summary:
     """Sum up steps, in any parts; where there are training steps, those.
 
-    ``slowed`` tells, by the name of a device, why it is slowed down, in words.
+    ``slowed`` tells, by the name of a device, why it is slowed down, in words; ``state`` of the run
+    tells of memory, and what watching took.
     """
     chosen = _without_others(parts)
     usual = _without_outliers(chosen)
@@ -267,7 +276,8 @@ def summarize(
         imbalance(totals, singles),
         straggler,
         moves * frequency * totals.num_steps,
-        tuple(find_changes(steady, info, straggler, slowed)),
+        tuple(find_changes(steady, info, straggler, slowed, state)),
+        None if state is None else state.monitor_share,
     )
 
 

@@ -24,10 +24,11 @@ stream that the thread uses, so that nothing waits for the device; on the CPU wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -50,6 +51,12 @@ Phase: TypeAlias = Literal[
 
 #: All phases, in the order in which they are shown.
 PHASES: tuple[Phase, ...] = get_args(Phase)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Of so many spans the time of one is measured; a prime, so that no phase is left out.
+_MEASURED = 17
 
 
 class Span:
@@ -98,6 +105,22 @@ class Span:
                 listener.on_span(self)
 
 
+class _MeasuredSpan(Span):
+    """A span that stands for several of which nobody measures what they take."""
+
+    def __enter__(self) -> Span:
+        return self._measured(super().__enter__)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._measured(super().__exit__, kind, error, traceback)
+
+    def _measured(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        began = time.thread_time()
+        result = call(*args, **kwargs)
+        self._timeline.seconds += _MEASURED * (time.thread_time() - began)
+        return result
+
+
 class Listener(NamedTuple):
     """Functions that a timeline calls, from any thread; they must be quick."""
 
@@ -117,6 +140,11 @@ class Timeline:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.listeners: tuple[Listener, ...] = ()
+        #: Processor seconds that spans have taken, of which some are measured.
+        self.seconds = 0.0
+        self._num_spans = 0
+        #: The last backward that has begun, by the engine's number.
+        self._backward = -1
         self.use_devices(devices, ())
 
     def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
@@ -134,7 +162,9 @@ class Timeline:
         if not self.listeners:
             return NO_SPAN
         everyone = tuple(range(len(self.devices)))
-        return Span(self, phase, everyone if replica is None else (replica,))
+        self._num_spans += 1
+        kind = _MeasuredSpan if self._num_spans % _MEASURED == 5 else Span
+        return kind(self, phase, everyone if replica is None else (replica,))
 
     def span_here(self, phase: Phase) -> AbstractContextManager[object]:
         """Like :meth:`span`, of the replica in whose thread this is; of all in another thread."""
@@ -152,6 +182,20 @@ class Timeline:
         for listener in self.listeners:
             if listener.on_call is not None:
                 listener.on_call(sizes, torch.is_grad_enabled())
+
+    def begin_backward(self, *gradients: object) -> None:
+        """A gradient has come: unless that is known, a backward begins, which the engine ends."""
+        task = torch_internals.current_graph_task_id()
+        if task == self._backward:
+            return
+        self._backward = task
+        span = self.span("backward")
+        span.__enter__()
+        # Not called where the backward fails: then there is no span either. What torch's DDP waits
+        # for at the end is queued later than this, so it queues itself once more.
+        end = functools.partial(span.__exit__, None, None, None)
+        later = torch_internals.when_backward_ends
+        later(functools.partial(later, end))
 
     def subscribe(self, listener: Listener) -> None:
         """Call a listener from now on."""
@@ -173,22 +217,7 @@ class Timeline:
 
 
 def mark_backward(timeline: Timeline, outputs: Iterable[object]) -> None:
-    """Tell a timeline of the backward of what a forward returned, where no cut does.
-
-    It begins with the first gradient and ends when the engine says so.
-    """
-    last = -1
-
-    def begin(grads: Any) -> None:
-        nonlocal last
-        task = torch_internals.current_graph_task_id()
-        if task != last:
-            last = task
-            span = timeline.span("backward")
-            span.__enter__()
-            # Not called where the backward fails: then there is no span either.
-            torch_internals.when_backward_ends(lambda: span.__exit__(None, None, None))
-
+    """Tell a timeline of the backward of what a forward returned, where no cut does."""
     for leaf in outputs:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.grad_fn.register_prehook(begin)
+            leaf.grad_fn.register_prehook(timeline.begin_backward)

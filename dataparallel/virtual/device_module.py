@@ -61,6 +61,12 @@ def is_available() -> bool:
 # The devices need no further initialization.
 is_initialized = is_available
 
+
+def defers() -> bool:
+    """Whether default streams, too, do their work later: else the host does it."""
+    return _extension.strict()
+
+
 current_device = accelerator.current_device_index
 set_device = accelerator.set_device_index
 

@@ -51,6 +51,7 @@ def make_info(
     devices = tuple(f"{device}:{i}" for i in range(num_replicas))
     uuids = tuple(f"GPU-{i}" if device == "cuda" else None for i in range(num_replicas))
     wrapper = "DistributedDataParallel" if buckets else "DataParallel"
+    more = {"num_cpus": 64.0, **more}
     return RunInfo("Net", wrapper, devices, uuids, num_buckets=buckets, **more)
 
 
@@ -131,6 +132,7 @@ class FakeRun:
             totals=tuple(dict(total) for total in self.totals),
             memory=(int(8 * GIB),) * number,
             last=self.last,
+            host_bound=(0.0,) * number,
         )
         return dataclasses.replace(state, **changes)
 

@@ -183,6 +183,7 @@ def test_the_thread_rests_nine_times_as_long_as_it_works(
         now = 7.0
         perf_counter = staticmethod(lambda: Time.now)
         sleep = staticmethod(rests.append)
+        thread_time = staticmethod(lambda: 0.25)
 
     def state() -> RunState:
         Time.now += 0.01
@@ -193,7 +194,7 @@ def test_the_thread_rests_nine_times_as_long_as_it_works(
     with connected(run_folder) as watcher:
         watcher.makefile().read()
     publisher.close()
-    assert rests == [pytest.approx(0.09)]
+    assert rests == [pytest.approx(0.09)] and publisher.seconds == 0.25
 
 
 # --- processes that answer something else ----------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import gzip
 import json
+import logging
 import os
 import pickle
 import threading
@@ -18,15 +19,17 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizer_module
+from torch.utils.tensorboard import SummaryWriter
 
 import dataparallel
 from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
 from dataparallel.monitor import ReplicaStep, Segment, StepMonitor
 from dataparallel.monitor.assembler import StepAssembler
-from dataparallel.monitor.attach import runs
+from dataparallel.monitor.attach import ask, runs
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.trace import write_timeline
@@ -303,6 +306,17 @@ def test_only_what_comes_before_a_backward_is_a_loss(run: Run) -> None:
     (record,) = run.finish()
     expected = {"scatter": 1, "forward": 1, "loss": 2, "backward": 3, "idle": 3}
     assert milliseconds(record) == expected
+
+
+def test_the_loss_of_all_ends_where_the_first_backward_begins(run: Run) -> None:
+    """Whose it ever is: the replicas' backwards may take turns."""
+    run.forward(0, 2, 1, 1)
+    run.span("backward", 4, 6, 1)
+    run.span("backward", 6, 9, 0)
+    (record,) = run.finish()
+    common = {"scatter": 1, "forward": 1}
+    assert milliseconds(record) == {**common, "loss": 2, "backward": 3, "idle": 2}
+    assert milliseconds(record, 1) == {**common, "backward": 2, "idle": 5}
 
 
 def test_a_span_that_failed_is_left_out(run: Run) -> None:
@@ -614,6 +628,71 @@ def test_only_the_last_steps_are_kept() -> None:
                 assert total == pytest.approx(9 / 3 * sum(kept))
 
 
+class Lightning:
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.calls.append((step, metrics))
+
+
+class Wandb(Lightning):
+    log = Lightning.log_metrics
+    log_metrics = None  # type: ignore[assignment]
+
+
+class Writer(Lightning):
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        if name == "dataparallel/step_seconds":
+            self.calls.append((step, {name: value}))
+
+
+@pytest.mark.parametrize("kind", [Lightning, Wandb, Writer])
+def test_metrics_are_logged_every_so_many_steps(kind: type[Lightning]) -> None:
+    model, optimizer = make()
+    log = kind()
+    with StepMonitor(model, publish=False, log_to=log, log_every=4) as monitor:
+        train(model, optimizer, 6)
+        assert len(monitor.steps) == 5
+        train(model, optimizer, 4)
+    assert [step for step, _ in log.calls] == [4, 8, 10]
+    assert all(metrics["dataparallel/step_seconds"] > 0 for _, metrics in log.calls)
+    if kind is not Writer:
+        # Each step once; the first one warms up.
+        assert [metrics["dataparallel/num_steps"] for _, metrics in log.calls] == [3, 4, 2]
+    model.drop_replica(1)
+    with monitor:
+        train(model, optimizer, 4)
+    assert [step for step, _ in log.calls][3:] == [4]
+
+
+def test_tensorboard_gets_numbers(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with SummaryWriter(tmp_path) as writer, StepMonitor(model, publish=False, log_to=writer):
+        train(model, optimizer, 3)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    (event,) = found.Scalars("dataparallel/samples_per_second")
+    assert event.step == 3 and event.value > 0
+
+
+def test_what_watching_takes_is_measured() -> None:
+    model, optimizer = make(DistributedDataParallel)
+    taken = []
+    for on_step in (None, lambda record: None):
+        with StepMonitor(model, on_step=on_step) as monitor:
+            assert monitor.state().monitor_seconds == 0
+            train(model, optimizer, 20)
+            assert ask(os.getpid()).states
+            train(model, optimizer, 1)
+            taken.append(monitor.state().monitor_seconds)
+    state = monitor.state()
+    assert 0 < state.monitor_share < 0.5 and min(taken) > 0
+    assert state.monitor_seconds == monitor.state().monitor_seconds
+    assert f"{100 * state.monitor_share:.2g} % of a processor" in str(monitor.summary())
+    assert monitor.summary().as_metrics()["monitor_share"] == state.monitor_share
+
+
 def test_the_state_is_published_as_json() -> None:
     model, optimizer = make(DistributedDataParallel)
     with StepMonitor(model, publish=False) as monitor:
@@ -631,8 +710,12 @@ def test_the_state_is_published_as_json() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="watches a wrapper of this package, but got Linear"):
-        StepMonitor(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"or a torch.optim.Optimizer, but got function"):
+        StepMonitor(net)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="but got list, which has none of add_scalar"):
+        StepMonitor(net(), log_to=[])
+    with pytest.raises(ValueError, match="log_every is a number of steps, at least 1, but got 0"):
+        StepMonitor(net(), log_to=logging.getLogger(), log_every=0)
     with pytest.raises(ValueError, match=r"number of steps to keep, at least 1, but got 0"):
         StepMonitor(make()[0], keep=0)
     with pytest.raises(ValueError, match="this is no state of a run"):

@@ -65,6 +65,10 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
         }
         for i, total in enumerate(now.totals)
     ]
+    bound = [
+        seconds - (before.host_bound[i] if before else 0.0)
+        for i, seconds in enumerate(now.host_bound)
+    ]
     samples = now.num_samples - (before.num_samples if before else 0)
     each = [1 / len(phases)] * len(phases)
     if seen is not None and seen.samples:
@@ -73,7 +77,7 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
         now.num_steps - (before.num_steps if before else 0),
         max(sum(one.values()) for one in phases),
         samples,
-        [ReplicaTotals(samples * s, one) for s, one in zip(each, phases, strict=True)],
+        [ReplicaTotals(samples * s, one, b) for s, one, b in zip(each, phases, bound, strict=True)],
         None if now.last is None else now.last.kind,
         before is None or before.num_steps == 0,
         Part.of(now.last) if now.last is not None and now.last.replicas else None,
@@ -156,4 +160,4 @@ def summarize_periods(
         slowed: By the name of a device, why it is slowed down. Default: none is.
     """
     parts = [part for period in periods for part in period.parts()]
-    return summarize(parts, periods[-1].info, slowed)
+    return summarize(parts, periods[-1].info, slowed, periods[-1].states[-1])

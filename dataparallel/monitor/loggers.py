@@ -1,0 +1,71 @@
+"""The numbers of a run for what a team looks at already: TensorBoard, wandb, Lightning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.summary import Summary
+
+#: What the names of metrics begin with.
+_PREFIX = "dataparallel/"
+
+
+class MetricsLogger:
+    """Passes metrics of steps on to a writer, each step once.
+
+    Args:
+        target: A ``SummaryWriter``, which has ``add_scalar``; a run of wandb, which has ``log``; or
+            a logger of Lightning, which has ``log_metrics``.
+        every: Steps between two times, at least 1.
+
+    Attributes:
+        last_step: Number of the last step that was logged.
+        next_step: The steps up to this one are logged next.
+        seconds: Processor seconds that logging has taken.
+    """
+
+    def __init__(self, target: object, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"log_every is a number of steps, at least 1, but got {every}")
+        self._write = _writer(target)
+        self._every = every
+        self.last_step, self.next_step = 0, every
+        self.seconds = 0.0
+
+    def log(
+        self, steps: Sequence[StepRecord], summarize: Callable[[Sequence[StepRecord]], Summary]
+    ) -> None:
+        """Log what steps come to, under the number of the last one."""
+        if not steps:
+            return
+        began = time.thread_time()
+        self.last_step = steps[-1].number
+        self.next_step = self.last_step + self._every
+        metrics = summarize(steps).as_metrics()
+        self._write({_PREFIX + name: value for name, value in metrics.items()}, self.last_step)
+        self.seconds += time.thread_time() - began
+
+    def begin_anew(self) -> None:
+        """The numbers of steps begin with 1 again."""
+        self.last_step, self.next_step = 0, self._every
+
+
+def _writer(target: Any) -> Callable[[dict[str, float], int], None]:
+    if hasattr(target, "add_scalar"):
+
+        def write(metrics: dict[str, float], step: int) -> None:
+            for name, value in metrics.items():
+                target.add_scalar(name, value, step)
+
+        return write
+    for name in ("log_metrics", "log"):
+        method = getattr(target, name, None)
+        if callable(method):
+            return lambda metrics, step: method(metrics, step=step)
+    raise TypeError(
+        "log_to is a SummaryWriter of TensorBoard, a run of wandb, or a logger of Lightning, but "
+        f"got {type(target).__name__}, which has none of add_scalar, log_metrics and log"
+    )
