@@ -67,6 +67,8 @@ def test_a_small_run(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     # Those of the modules, which run in the threads of replicas.
     assert min(calls["dp2"], calls["ddp2"]) >= calls["halves"] == 2 * calls["bare"]
     assert few["bare"]["package_calls"] == few["ddp"]["package_calls"] == 0
+    # DistributedDataParallel times its first ten iterations; that is no steady step.
+    assert few["ddp1"]["package_calls"] < 1.5 * few["dp1"]["package_calls"]
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataparallel.tools import cli
-from dataparallel.tools.bench import projection, runner, scaling
+from dataparallel.tools.bench import runner, scaling
 from dataparallel.tools.bench.costs import LARGE, SMALL
 from dataparallel.tools.bench.harness import Contestant, Outcome
-from dataparallel.tools.bench.projection import INSTANT, Bucket, Costs, Link, explain, project
+from dataparallel.tools.bench.projection import INSTANT, Bucket, Costs, Link, project
 
 MIB = 2**20
 #: Forward, backward, optimizer, Python's part; the package's own four; per byte; moved.
@@ -33,42 +33,38 @@ SPEEDS = {"local": Link(100.0, 0.5), "processes": Link(200.0, 0.1)}
 
 
 @pytest.mark.parametrize(
-    ("size", "cores", "seconds", "limit"),
+    ("size", "changes", "seconds", "limit"),
     [
-        ((1, 1), None, 1 + 10 + 20 + 2, "devices"),
+        ((1, 1), {}, 1 + 10 + 20 + 2, "devices"),
+        ((1, 1), {"interpreter": 9.0, "own": 30.0}, 30 + 10 + 20 + 2, "host"),
         # own, copies, forward, backward, the sum of the bucket, optimizer.
-        ((1, 2), None, 4.5 + 10.5 + 10 + 20 + 8.5 + 2, "devices"),
+        ((1, 2), {}, 4.5 + 10.5 + 10 + 20 + 8.5 + 2, "devices"),
         # Five replicas wait for Python, which takes 20.
-        ((1, 5), None, 13.5 + 42 + 20 + 20 + 34 + 2, "link"),
+        ((1, 5), {}, 13.5 + 42 + 20 + 20 + 34 + 2, "link"),
         # The first bucket leaves at 5 and has come at 7.7, the other one takes 7.7 from 20 on.
-        ((2, 1), None, 7 + 10 + 27.7 + 2, "devices"),
+        ((2, 1), {}, 7 + 10 + 27.7 + 2, "devices"),
         # Sums of 2.5 and 6.5; all is ready at 29, and the first bucket has long come.
-        ((2, 2), None, 10 + 10.5 + 10 + 29 + 7.7 + 2, "link"),
+        ((2, 2), {}, 10 + 10.5 + 10 + 29 + 7.7 + 2, "link"),
+        # The first bucket is summed up at 7.5 and has come at 29.7, after all are ready.
+        ((2, 2), {"processes": Link(5.0, 0.1)}, 10 + 10.5 + 10 + 29.7 + 66.2 + 2, "link"),
         # Replicas share memory and have a core each.
-        ((1, 2), 2, 4.5 + 10 + 20 + 4 + 2, "devices"),
+        ((1, 2), {"cores": 2}, 4.5 + 10 + 20 + 4 + 2, "devices"),
         # Two replicas per core.
-        ((1, 4), 2, 10.5 + 20 + 40 + 12 + 2, "devices"),
+        ((1, 4), {"cores": 2}, 10.5 + 20 + 40 + 12 + 2, "devices"),
         # No core is free, so that nothing overlaps; and with one more core.
-        ((2, 1), 1, 7 + 10 + 20 + 2.7 + 7.7 + 2, "devices"),
-        ((2, 1), 2, 7 + 10 + 27.7 + 2, "devices"),
+        ((2, 1), {"cores": 1}, 7 + 10 + 20 + 2.7 + 7.7 + 2, "devices"),
+        ((2, 1), {"cores": 2}, 7 + 10 + 27.7 + 2, "devices"),
     ],
 )
 def test_the_model_by_hand(
-    size: tuple[int, int], cores: int | None, seconds: float, limit: str
+    size: tuple[int, int], changes: dict[str, Any], seconds: float, limit: str
 ) -> None:
-    found = project(dataclasses.replace(COSTS, cores=cores), *size, SPEEDS)
+    links = {place: changes.get(place, link) for place, link in SPEEDS.items()}
+    own = dataclasses.replace(COSTS, **{k: v for k, v in changes.items() if k not in links})
+    found = project(own, *size, links)
     assert (found.processes, found.replicas) == size
     assert found.seconds == pytest.approx(seconds) and found.limit == limit
-    assert found.efficiency == pytest.approx(33 / seconds)
-
-
-def test_what_takes_the_most_limits() -> None:
-    slow = dataclasses.replace(COSTS, interpreter=9.0, own=30.0)
-    assert project(slow, 1, 1, SPEEDS).limit == "host"
-    # The first bucket is summed up at 7.5 and has come at 29.7, after all are ready.
-    found = project(COSTS, 2, 2, {**SPEEDS, "processes": Link(5.0, 0.1)})
-    assert found.limit == "link"
-    assert found.seconds == pytest.approx(10 + 10.5 + 10 + 29.7 + 66.2 + 2)
+    assert found.efficiency == pytest.approx((own.own + 32) / seconds)
 
 
 costs = st.floats(0.001, 10.0)
@@ -112,16 +108,6 @@ def test_properties_of_the_model(
     assert found.limit != "link"
 
 
-def test_the_explanation_has_the_numbers_and_links_have_names() -> None:
-    text = explain(COSTS, SPEEDS)
-    for part in ("1e+04 * busy, R * 4e+03)", "(R-1) * (500 + 0.000954 MiB * 1.05e+07)", "at 25%"):
-        assert part in text
-    assert "if R < 2 cores" in explain(dataclasses.replace(COSTS, cores=2), SPEEDS)
-    for speed, told in (("12.5GB/s,10us", "12.5GB/s,10us"), ("nvlink4", "450GB/s,3us")):
-        place, link = projection.parse_link(f"local={speed}")
-        assert (place, str(link)) == ("local", told)
-
-
 TOOK: dict[str, dict[str, float]] = {
     "alone": {
         **{"forward": 10, "backward": 20, "optimizer": 2, "interpreter": 40, "sum": 6, "pack": 3},
@@ -132,14 +118,21 @@ TOOK: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize(
-    ("words", "cores", "moved", "alone"),
-    [("", 2, 0, [3]), ("--bucket-cap-mb 0.5", 2, 0, [2, 1]), ("--device 0", None, 3, [3])],
+    ("words", "cores", "moved", "alone", "shown"),
+    [
+        ("", 2, 0, [3], "overlaps with backward if R < 2 cores"),
+        ("--bucket-cap-mb 0.5", 2, 0, [2, 1], "replicas share memory, processes 12.5GB/s,10us"),
+        ("--link local=3GB/s,0us --device 0", None, 3 * MIB + 100, [3], "local 3GB/s,0us, pro"),
+        ("--link local=nvlink4 --device 0", None, 3 * MIB + 100, [3], "local 450GB/s,3us, pro"),
+    ],
 )
 def test_costs_are_differences_of_what_was_measured(
     words: str,
     cores: int | None,
     moved: int,
     alone: list[int],
+    shown: str,
+    tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -151,14 +144,19 @@ def test_costs_are_differences_of_what_was_measured(
 
     monkeypatch.setattr(runner, "measure", measure)
     monkeypatch.setattr(scaling, "usable_cores", lambda: 2)
-    assert cli.main(["bench", "scaling", "--cases", "mlp", "--json", "-", *words.split()]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    target = tmp_path / "results.json"
+    words = f"bench scaling --cases mlp --json {target} {words}"
+    assert cli.main(words.split()) == 0
+    text = capsys.readouterr().out
+    assert shown in text and "forward  = max(1e+04 * busy, R * 1e+04)" in text
+    assert ", with MiB_k at when_k: 2 at 25%, 1 at 90%\n" in text
+    (case,) = json.loads(target.read_text())["cases"]
     assert case["measured_link"] == {"bandwidth": 1.0, "latency": 1.5}
     found = case["costs"]
     assert (found["interpreter"], found["own"], found["own_replica"]) == (10.0, 2.0, 4.0)
     assert (found["own_process"], found["own_bucket"], found["cores"]) == (0.5, 1.0, cores)
     assert found["sum_per_byte"] == 2 * found["pack_per_byte"] == 6 / (3 * MIB)
-    assert found["moved"] == (moved * MIB + 100 if moved else 0)
+    assert found["moved"] == moved
     assert [each["bytes"] / MIB for each in found["alone"]] == alone
     # The first bucket is full with 1 MiB, and has what comes first.
     assert found["across"] == [{"bytes": 2 * MIB, "ready": 0.25}, {"bytes": MIB, "ready": 0.9}]

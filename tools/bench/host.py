@@ -26,11 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
     if any(number % 2 for number in arguments.parameters):
         raise ValueError("each layer has two parameters, so --parameters takes even numbers")
 
+    results: dict[int, list[Row]] = {}
+
     def conclude(measured: Mapping[str, Sequence[Outcome]]) -> runner.Report:
         outcomes = measured["host"]
-        results = {n: summarize(outcomes, str(n), "step wall") for n in arguments.parameters}
-        if draw:
-            draw(results, arguments.devices, arguments.plot)
+        for number in arguments.parameters:
+            results[number] = summarize(outcomes, str(number), "step wall")
         cases = [
             {"parameters": number, "steps_per_round": outcomes[0].steps, "rows": rows}
             for number, rows in results.items()
@@ -42,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
             all(row.agrees for rows in results.values() for row in rows),
         )
 
-    return runner.run(arguments, {"host": _plan(arguments)}, conclude)
+    status = runner.run(arguments, {"host": _plan(arguments)}, conclude)
+    if draw:
+        draw(results, arguments.devices, arguments.plot)
+    return status
 
 
 def _drawing(target: str) -> Any:
