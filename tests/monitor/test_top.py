@@ -245,7 +245,7 @@ SCREENS: dict[str, tuple[list[Sample], int, list[str], list[str]]] = {
             *("rank 0 of 2", "TransformerLM", "6.00 steps/s", "624 samples/s"),
             # Phases have letters where there are no colors.
             *("last 10 s", "last 170 ms", "1  cuda:1", "FFF", "BBBB", "....", "B backward"),
-            *("replica-0 98 %", f">  {PID}", "python train.py --epochs 90"),
+            *("replica-0 98 %", f">   {PID}", "python train.py --epochs 90"),
             "note: NVLink counters need a driver from 535 on",
         ],
         [],

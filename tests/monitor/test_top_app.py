@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import DataTable
 
 from dataparallel.monitor.readings.process_control import end_process, environment
 from dataparallel.monitor.readings.reading import HostReading, ProcessReading, Sample
@@ -31,6 +30,7 @@ from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.process_rows import NAMES, Row, arranged, as_tree
 from dataparallel.tools.monitor.top_app import TopApp
+from dataparallel.tools.monitor.top_widgets import Table
 from dataparallel.tools.monitor.view import View
 from tests.monitor.cases import GIB, make_sample
 
@@ -225,7 +225,7 @@ def test_a_click_on_a_head_sorts_and_another_one_the_other_way_around() -> None:
             assert marks in (await screen.table())[0]
         assert (await screen.table())[1].split()[0] == "11"
         await screen.pilot.click("#processes", offset=(20, 3))
-        assert screen.app.query_one(DataTable).cursor_row == 2
+        assert screen.app.query_one(Table).cursor == 2
 
     play(script, OTHERS)
 

@@ -11,6 +11,9 @@ from dataparallel.monitor.record import Segment
 from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.palette import PHASE_STYLES
 
+#: With as much light as can be read on a dark ground and on a bright one.
+ALARM, WARNING, ACCENT = "#e5484d", "#b87a00", "#0e93a8"
+
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 

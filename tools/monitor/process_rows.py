@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+from rich.cells import cell_len
+from rich.text import Text
 
 from dataparallel.monitor.readings.reading import ProcessReading
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.bars import clean
+from dataparallel.tools.monitor.bars import ACCENT, WARNING, clean, column
 
 
 @dataclass(frozen=True)
@@ -121,3 +126,36 @@ def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Ro
     while children:
         add(next(iter(children)), "")
     return found
+
+
+def table(
+    rows: Sequence[Row],
+    own: Container[int],
+    tagged: Container[int] = (),
+    marks: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[list[Text], list[int]]:
+    """A head and the rows, and where each column ends.
+
+    Args:
+        rows: What stands below the head.
+        own: Processes of the runs that are watched.
+        tagged: Processes that are tagged.
+        marks: What stands behind the name of a column.
+    """
+    heads = [one.name + marks.get(one.name, "") for one in COLUMNS]
+    texts = [heads, *([one.text(row) for one in COLUMNS] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    lines = []
+    for row, cells in zip((None, *rows), texts, strict=True):
+        pid = None if row is None else row.process.pid
+        sign, style = " ", "bold underline" if row is None else ""
+        if pid in own:
+            sign, style = ">", f"bold {ACCENT}"
+        if pid in tagged:
+            sign, style = "●", f"bold {WARNING}"
+        line = Text(sign, style)
+        for one, cell, width in zip(COLUMNS, cells, widths, strict=True):
+            line.append("  ").append_text(column(cell, width, right=one.is_number))
+        line.rstrip()
+        lines.append(line)
+    return lines, list(itertools.accumulate((width + 2 for width in widths), initial=1))[1:]

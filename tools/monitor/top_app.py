@@ -10,64 +10,22 @@ from rich.text import Text
 from textual import on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
-from textual.coordinate import Coordinate
-from textual.screen import ModalScreen
-from textual.widgets import Button, DataTable, Footer, Input, Static
+from textual.widgets import Footer, Input
 
 from dataparallel.monitor.readings import process_control
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.reading import ProcessReading, Sample
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.bars import clean
-from dataparallel.tools.monitor.process_rows import COLUMNS, NAMES, Row, arranged, as_tree
-from dataparallel.tools.monitor.view import ACCENT, WARNING, View
+from dataparallel.tools.monitor.process_rows import COLUMNS, NAMES, Row, arranged, as_tree, table
+from dataparallel.tools.monitor.top_widgets import Lines, Panel, Table
+from dataparallel.tools.monitor.view import View
 
 #: New samples, a signal and the end of sampling are seen within so many seconds.
 _TICK = 0.1
 #: So many rows of the table stay visible, however much there is to tell of devices and replicas.
 _FEWEST_ROWS = 5
 _PATTERN = "words, user:NAME or device:NAME; Enter keeps, Esc ends it"
-
-
-class Panel(ModalScreen[bool]):
-    """A text above the rest, which is read and closed; or a question, which is answered.
-
-    Args:
-        title: Stands above it.
-        text: It scrolls.
-        is_question: Whether there is a yes; Enter alone means no.
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,enter,q,n,e,question_mark", "answer(False)"),
-        Binding("y", "answer(True)"),
-        Binding("ctrl+c", "app.quit", priority=True),
-    ]
-
-    def __init__(self, title: str, text: Text, *, is_question: bool = False) -> None:
-        super().__init__()
-        hint = "" if is_question else "   Esc closes"
-        self._text = Text.assemble((title, "bold"), (hint, "dim"), "\n\n", text)
-        self._is_question = is_question
-
-    def compose(self) -> ComposeResult:
-        """The text, and the buttons of a question."""
-        with VerticalScroll(can_focus=not self._is_question):
-            yield Static(self._text)
-            if self._is_question:
-                yield Horizontal(
-                    Button("No (n)", compact=True),
-                    Button("Yes (y)", id="yes", variant="error", compact=True),
-                )
-
-    def action_answer(self, is_yes: bool) -> None:
-        """A key was pressed."""
-        self.dismiss(is_yes and self._is_question)
-
-    @on(Button.Pressed)
-    def _answer(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id == "yes")
 
 
 class TopApp(App[None]):
@@ -88,10 +46,9 @@ class TopApp(App[None]):
     TITLE = "dataparallel monitor top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """
-    #head, #machine { height: auto; }
-    #body { scrollbar-size-vertical: 1; }
-    #processes { height: 1fr; scrollbar-size: 0 1; }
-    #processes > .datatable--header { background: $surface; text-style: bold underline; }
+    Lines { scrollbar-size: 0 1; }
+    #head { overflow: hidden; }
+    #processes { height: 1fr; }
     .hidden { display: none; }
     Panel { align: center middle; }
     Panel VerticalScroll { width: 90%; max-width: 110; height: auto; max-height: 90%; }
@@ -147,19 +104,17 @@ class TopApp(App[None]):
         self._parents = HostProcesses()
         self._sort, self._descending, self._is_tree = "memory", True, False
         self._tagged: dict[int, ProcessReading] = {}
-        self._head = Static(id="head")
-        self._machine = Static(id="machine")
-        self._body = VerticalScroll(self._machine, id="body")
-        self._table: DataTable[Text] = DataTable(id="processes", cursor_type="row")
+        self._ends: Sequence[int] = ()
+        self._head, self._machine = Lines("head"), Lines("machine")
+        self._table = Table("processes")
         self._pattern = Input(placeholder=_PATTERN, compact=True, classes="hidden")
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
-        yield from (self._head, self._body, self._table, self._pattern, Footer(compact=True))
+        yield from (self._head, self._machine, self._table, self._pattern, Footer(compact=True))
 
     def on_mount(self) -> None:
         """Begin to show what comes."""
-        self._make_heads()
         self._table.focus()
         self.call_after_refresh(self._tick)
         self.set_interval(_TICK, self._tick)
@@ -199,7 +154,8 @@ class TopApp(App[None]):
         sample = self._view.history.sample
         head = self._view.heading(width, "the end" if self._is_over else "")
         head += self._view.summary(width)
-        self._head.update(_joined(head, width))
+        self._head.show(head)
+        self._head.set_styles(height=len(head))
         self._draw_rows(() if sample is None else sample.processes)
         num_rows = min(len(self._rows), max(_FEWEST_ROWS, height // 4))
         has_table = bool(self._rows or self._pattern.value)
@@ -212,55 +168,32 @@ class TopApp(App[None]):
             lines = self._view.machine(width - 1, full=full)
             if len(lines) <= room:
                 break
-        self._machine.update(_joined(lines, width - 1))
-        self._body.set_styles(height=max(1, min(len(lines), room)) if has_table else "1fr")
+        self._machine.show(lines)
+        self._machine.set_styles(height=max(1, min(len(lines), room)) if has_table else "1fr")
 
     def _draw_rows(self, processes: Sequence[ProcessReading]) -> None:
-        table, own = self._table, self._view.own_pids()
         before = self._selected
         rows = arranged(
             processes, self._sort, descending=self._descending, pattern=self._pattern.value
         )
         if self._is_tree:
-            own_rows = [row.process for row in rows]
-            above = process_control.ancestors(own_rows, self._parents) if self._is_live else ()
+            own = [row.process for row in rows]
+            above = process_control.ancestors(own, self._parents) if self._is_live else ()
             rows = as_tree(rows, above)
         self._rows = rows
         running = {row.process.pid for row in rows}
         self._tagged = {pid: one for pid, one in self._tagged.items() if pid in running}
-        while table.row_count > len(rows):
-            table.remove_row(str(table.row_count - 1))
-        while table.row_count < len(rows):
-            table.add_row(*[Text()] * (len(COLUMNS) + 1), key=str(table.row_count))
-        for place, row in enumerate(rows):
-            for index, cell in enumerate(self._cells(row, own)):
-                if table.get_cell_at(Coordinate(place, index)) != cell:
-                    table.update_cell_at(Coordinate(place, index), cell, update_width=True)
+        mark = "▼" if self._descending else "▲"
+        lines, self._ends = table(rows, self._view.own_pids(), self._tagged, {self._sort: mark})
+        self._table.show(lines)
         keys = [row.key for row in rows]
         if before is not None and before.key in keys:
-            table.move_cursor(row=keys.index(before.key), scroll=False)
-
-    def _cells(self, row: Row, own: set[int]) -> list[Text]:
-        is_own, is_tagged = row.process.pid in own, row.process.pid in self._tagged
-        style = f"bold {WARNING}" if is_tagged else f"bold {ACCENT}" if is_own else ""
-        cells = [Text.assemble(("●" if is_tagged else ">" if is_own else " ", style))]
-        for column in COLUMNS:
-            cell = Text(justify="right" if column.is_number else "left")
-            cells.append(cell.append(column.text(row), style))
-        return cells
-
-    def _make_heads(self) -> None:
-        self._table.clear(columns=True)
-        self._table.add_column(" ", key=" ")
-        for column in COLUMNS:
-            arrow = ("▼" if self._descending else "▲") if column.name == self._sort else ""
-            head = Text(f"{column.name}{arrow}", justify="right" if column.is_number else "left")
-            self._table.add_column(head, key=column.name)
+            self._table.choose(keys.index(before.key), is_seen=False)
 
     @property
     def _selected(self) -> Row | None:
-        place = self._table.cursor_row
-        return self._rows[place] if 0 <= place < len(self._rows) else None
+        place = self._table.cursor
+        return self._rows[place] if place < len(self._rows) else None
 
     # --- keys and mouse --------------------------------------------------------------------------
 
@@ -311,11 +244,12 @@ class TopApp(App[None]):
         self._pattern.clear()
         self._keep_filter()
 
-    @on(DataTable.HeaderSelected)
-    def _sort_by_head(self, event: DataTable.HeaderSelected) -> None:
-        name = event.column_key.value
-        if name in NAMES:
-            self._sort_by(name)
+    @on(Table.HeadClicked)
+    def _sort_by_head(self, event: Table.HeadClicked) -> None:
+        for name, end in zip(NAMES, self._ends, strict=True):
+            if event.x < end:
+                self._sort_by(name)
+                break
 
     def action_sort(self, step: int) -> None:
         """Sort by the column further left or right."""
@@ -329,7 +263,6 @@ class TopApp(App[None]):
         is_number = COLUMNS[NAMES.index(name)].is_number and name != "pid"
         self._descending = not self._descending if name == self._sort else is_number
         self._sort = name
-        self._make_heads()
         self._draw()
 
     def action_tree(self) -> None:
@@ -394,10 +327,3 @@ class TopApp(App[None]):
 
     def _tell(self, error: OSError) -> None:
         self.notify(clean(str(error)), severity="error", markup=False)
-
-
-def _joined(lines: Sequence[Text], width: int) -> Text:
-    # Not by textual: it wraps what is too long.
-    for line in lines:
-        line.truncate(width, overflow="crop")
-    return Text("\n").join(lines)

@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Sequence
 
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -14,13 +13,22 @@ from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
-from dataparallel.tools.monitor.bars import bar, clean, column, folded, heading, joined, sparkline
+from dataparallel.tools.monitor.bars import (
+    ACCENT,
+    ALARM,
+    WARNING,
+    bar,
+    clean,
+    column,
+    folded,
+    heading,
+    joined,
+    sparkline,
+)
 from dataparallel.tools.monitor.history import History, in_order
-from dataparallel.tools.monitor.process_rows import COLUMNS, arranged
+from dataparallel.tools.monitor.process_rows import arranged, table
 from dataparallel.tools.monitor.replica_lines import replica_lines
 
-# As much light as can be read on a dark ground and on a bright one.
-ALARM, WARNING, ACCENT = "#e5484d", "#b87a00", "#0e93a8"
 _UTILIZATION, _MEMORY, _POWER, _COURSE = "#2d9cdb", "#43a867", "#cc8a2e", "#2f86ad"
 
 
@@ -146,20 +154,7 @@ class View:
             return []
         own = self.own_pids()
         rows = arranged(self.history.sample.processes, "memory", descending=True)
-        rows.sort(key=lambda row: row.process.pid not in own)
-        cells = [[column.text(row) for column in COLUMNS] for row in rows]
-        table = [[column.name for column in COLUMNS], *cells]
-        widths = [max(map(cell_len, texts)) for texts in zip(*table, strict=True)]
-        lines = []
-        for number, texts in enumerate(table):
-            is_own = bool(number) and rows[number - 1].process.pid in own
-            line = Text("> " if is_own else "  ")
-            for one, text, width in zip(COLUMNS, texts, widths, strict=True):
-                line.append_text(column(text, width, right=one.is_number)).append("  ")
-            line.rstrip()
-            line.stylize(f"bold {ACCENT}" if is_own else "" if number else "dim bold")
-            lines.append(line)
-        return lines
+        return table(sorted(rows, key=lambda row: row.process.pid not in own), own)[0]
 
 
 def _alert_text(alert: Finding, *, is_short: bool = False) -> Text:

@@ -1,0 +1,151 @@
+"""The parts of `monitor top` beside those of textual: lines, a table with a cursor, panels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from rich.style import Style
+from rich.text import Text
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.geometry import Size
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widgets import Button, Static
+
+_CURSOR = Style(reverse=True)
+
+
+class Lines(ScrollView):
+    """Lines that scroll; they are drawn as they are, which is much cheaper than laying them out."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self._lines: Sequence[Text] = ()
+
+    def show(self, lines: Sequence[Text]) -> None:
+        """Show these lines from now on."""
+        self._lines = lines
+        self.virtual_size = Size(max((line.cell_len for line in lines), default=0), len(lines))
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """The part of a line that can be seen."""
+        return self._part(y + self.scroll_offset.y)
+
+    def _part(self, place: int) -> Strip:
+        left, console = self.scroll_offset.x, self.app.console
+        line = self._lines[place] if place < len(self._lines) else Text()
+        # A text without spans leaves its own style out.
+        style = self.rich_style + console.get_style(line.style)
+        strip = Strip(line.render(console)).apply_style(style)
+        return strip.crop_extend(left, left + self.size.width, self.rich_style)
+
+
+class Table(Lines):
+    """Lines below a head that stays in its place, one of which is chosen with keys or the mouse.
+
+    Attributes:
+        cursor: Place of the line that is chosen, from 0.
+    """
+
+    class HeadClicked(Message):
+        """The head was clicked on: so many cells from its beginning."""
+
+        def __init__(self, x: int) -> None:
+            super().__init__()
+            self.x = x
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.cursor = 0
+
+    def render_line(self, y: int) -> Strip:
+        """The head, or the part of a line that can be seen."""
+        place = y + self.scroll_offset.y if y else 0
+        strip = self._part(place)
+        return strip.apply_style(_CURSOR) if place and place == self.cursor + 1 else strip
+
+    def choose(self, place: int, *, is_seen: bool = True) -> None:
+        """Choose a line, or the one that is next to it, and scroll so that it ``is_seen``."""
+        self.cursor = max(0, min(place, len(self._lines) - 2))
+        lowest, highest = self.cursor + 2 - self.size.height, self.cursor
+        if is_seen and not lowest <= self.scroll_offset.y <= highest:
+            self.scroll_to(y=min(max(self.scroll_offset.y, lowest), highest), animate=False)
+        self.refresh()
+
+    def action_scroll_up(self) -> None:
+        """The line above."""
+        self.choose(self.cursor - 1)
+
+    def action_scroll_down(self) -> None:
+        """The line below."""
+        self.choose(self.cursor + 1)
+
+    def action_page_up(self) -> None:
+        """So many lines above as are seen."""
+        self.choose(self.cursor - self.size.height + 1)
+
+    def action_page_down(self) -> None:
+        """So many lines below as are seen."""
+        self.choose(self.cursor + self.size.height - 1)
+
+    def action_scroll_home(self) -> None:
+        """The first line."""
+        self.choose(0)
+
+    def action_scroll_end(self) -> None:
+        """The last line."""
+        self.choose(len(self._lines))
+
+    def on_click(self, event: events.Click) -> None:
+        """Choose a line, or tell where the head was clicked on."""
+        if event.y:
+            self.choose(event.y + self.scroll_offset.y - 1)
+        else:
+            self.post_message(self.HeadClicked(event.x + self.scroll_offset.x))
+
+
+class Panel(ModalScreen[bool]):
+    """A text above the rest, which is read and closed; or a question, which is answered.
+
+    Args:
+        title: Stands above it.
+        text: It scrolls.
+        is_question: Whether there is a yes; Enter alone means no.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,enter,q,n,e,question_mark", "answer(False)"),
+        Binding("y", "answer(True)"),
+        Binding("ctrl+c", "app.quit", priority=True),
+    ]
+
+    def __init__(self, title: str, text: Text, *, is_question: bool = False) -> None:
+        super().__init__()
+        hint = "" if is_question else "   Esc closes"
+        self._text = Text.assemble((title, "bold"), (hint, "dim"), "\n\n", text)
+        self._is_question = is_question
+
+    def compose(self) -> ComposeResult:
+        """The text, and the buttons of a question."""
+        with VerticalScroll(can_focus=not self._is_question):
+            yield Static(self._text)
+            if self._is_question:
+                yield Horizontal(
+                    Button("No (n)", compact=True),
+                    Button("Yes (y)", id="yes", variant="error", compact=True),
+                )
+
+    def action_answer(self, is_yes: bool) -> None:
+        """A key was pressed."""
+        self.dismiss(is_yes and self._is_question)
+
+    @on(Button.Pressed)
+    def _answer(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "yes")
