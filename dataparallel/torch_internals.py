@@ -23,6 +23,7 @@ import datetime
 import importlib
 import inspect
 import operator
+import re
 import sys
 import threading
 import types
@@ -627,6 +628,34 @@ def first_calls_without_search() -> Iterator[None]:
         yield
     finally:
         first.__init__ = before
+
+
+@contextlib.contextmanager
+def kernels_beside_others() -> Iterator[None]:
+    """Within this, torch compiles kernels for the CPU that leave the interpreter to other threads.
+
+    Its own hold the interpreter's lock from begin to end, so those of replicas would run one after
+    another. Where integers are divided it stays so: a divisor of zero is reported by way of one
+    variable for all threads.
+    """
+    cache: Any = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
+    held, load = cache.call_entry_function, vars(cache)["load_pybinding_async"]
+    released = (
+        "{{ std::tuple given{{{}}}; struct Others {{ PyThreadState* state = PyEval_SaveThread(); "
+        "~Others() {{ PyEval_RestoreThread(state); }} }} others; std::apply(kernel, given); }} "
+        "Py_RETURN_NONE;"
+    )
+
+    def load_pybinding_async(own: Any, types: Any, code: str, *args: Any, **kwargs: Any) -> Any:
+        stays = own is not cache or re.search(r"\bmod\(|_integral\(", code)
+        cache.call_entry_function = held if stays else released
+        return load.__func__(own, types, code, *args, **kwargs)
+
+    cache.load_pybinding_async = classmethod(load_pybinding_async)
+    try:
+        yield
+    finally:
+        cache.call_entry_function, cache.load_pybinding_async = held, load
 
 
 class _Context:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import linecache
 import os
 import random
 import signal
@@ -352,6 +353,15 @@ def test_a_training_step_is_compiled(started: Started) -> None:
 # --- one after another, or at the same time ------------------------------------------------------
 
 
+class Holds(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Watched(nn.Module):
     """Notes when it runs, and may wait for the other replicas."""
 
@@ -531,6 +541,46 @@ def test_torchs_settings_are_as_before() -> None:
         # From the third call on they run at the same time.
         if number:
             meets.append(True)
+
+
+@pytest.mark.parametrize(
+    ("function", "runs_beside"),
+    [(torch.sin, True), (lambda x: torch.div(7, x.long().abs() + 2, rounding_mode="floor"), False)],
+    ids=["sin", "divides-integers"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_other_threads_go_on_while_a_kernel_runs(
+    function: Callable[[Tensor], Tensor], runs_beside: bool
+) -> None:
+    compiled = torch.compile(function, backend="inductor")
+    model = DataParallel(Holds(compiled), ["cpu"] * 2)
+    x = torch.randn(1_000_000)
+    seen: list[str] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            for frame in sys._current_frames().values():
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                seen.extend([line] * line.strip().startswith("cpp_"))
+            time.sleep(0)
+
+    for _ in range(3):
+        torch.testing.assert_close(model(x), function(x))
+    watcher, interval = threading.Thread(target=watch), sys.getswitchinterval()
+    # From now on, a thread runs until it lets others run.
+    sys.setswitchinterval(1000.0)
+    watcher.start()
+    try:
+        for _ in range(30):
+            model(x)
+            if seen:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        watcher.join()
+    assert bool(seen) == runs_beside
 
 
 # --- failures ------------------------------------------------------------------------------------

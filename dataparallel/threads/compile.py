@@ -190,6 +190,7 @@ class ParallelCall:
             replica_random.drawing.using(lambda device: None),
             torch_internals.settings_of_compiler(self.num_devices),
             torch_internals.first_calls_without_search(),
+            torch_internals.kernels_beside_others(),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", _GRAD_OF_ALIAS)
