@@ -141,10 +141,11 @@ def flatten(obj: Any, *, like: Structure = LEAF) -> tuple[list[Any], Structure]:
 
     Dicts with the same keys as in ``like`` are taken in its order.
     """
-    if isinstance(obj, _LEAF_TYPES):
-        return [obj], LEAF
     kind: Any = type(obj)
     is_plain = kind is tuple or kind is list
+    # Some types of torch are asked in Python.
+    if not is_plain and isinstance(obj, _LEAF_TYPES):
+        return [obj], LEAF
     opened: _Opened = (range(len(obj)), obj, kind, None) if is_plain else _open(obj, like)
     keys, values, make, context = opened
     if not keys:
@@ -154,7 +155,7 @@ def flatten(obj: Any, *, like: Structure = LEAF) -> tuple[list[Any], Structure]:
     is_marked = kind is Replicate
     for position, value in enumerate(values):
         # Mostly there are no keyword arguments.
-        if isinstance(value, _LEAF_TYPES) or (type(value) is dict and not value):
+        if (type(value) is dict and not value) or isinstance(value, _LEAF_TYPES):
             leaves.append(value)
             children.append(LEAF)
             continue

@@ -15,6 +15,7 @@ any case, and sparse tensors are added as torch adds them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -223,7 +224,11 @@ def copies_of(
             parts = _unpack(copy, group) if len(group) > 1 else [copy]
             for i, part in zip(members, parts, strict=True):
                 on[slot][i] = part
-    return [[tensor.detach() for tensor in on[slot]] for slot in slots]
+    # Each slot has tensors of its own; an operator for each of them takes time.
+    return [
+        [tensor.detach() for tensor in on[slot]] if slot in slots[:i] else on[slot]
+        for i, slot in enumerate(slots)
+    ]
 
 
 # --- sum -----------------------------------------------------------------------------------------
@@ -534,12 +539,19 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -
         return torch.cat(list(parts), dim)
     if any(part.layout != torch.strided for part in parts):
         return torch.cat([copy_to(part, device) for part in parts], dim)
-    # Dtype and memory format are those that torch gives.
-    like = torch.cat([torch.empty_like(part, device="meta") for part in parts], dim)
+    first, lengths = parts[0], [part.size(dim) for part in parts]
+    if first.dim() < 4 and all([p.is_contiguous() and p.dtype == first.dtype for p in parts]):
+        size = [*first.shape]
+        size[dim] = sum(lengths)
+        empty = functools.partial(torch.empty, size, dtype=first.dtype)
+    else:
+        # Dtype and memory format are those that torch gives; it finds them slowly, in Python.
+        like = torch.cat([torch.empty_like(part, device="meta") for part in parts], dim)
+        empty = functools.partial(torch.empty_like, like)
 
     def make() -> torch.Tensor:
-        result = torch.empty_like(like, device=device)
-        places = torch.split(result, [part.size(dim) for part in parts], dim)
+        result = empty(device=device)
+        places = torch.split(result, lengths, dim)
         for place, part in zip(places, parts, strict=True):
             place.copy_(part, non_blocking=may_be_deferred(part, device))
         return result

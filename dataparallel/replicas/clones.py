@@ -539,9 +539,12 @@ def fill(
     for name in references:
         attributes[name] = with_counterparts(attributes[name], counterparts)
     for registry in REGISTRIES:
-        parts = attributes[registry]
-        found = map(counterparts.get, map(id, parts.values()))
-        attributes[registry] = dict(zip(parts, found, strict=True))
+        # Most are empty.
+        if parts := attributes[registry]:
+            found = map(counterparts.get, map(id, parts.values()))
+            attributes[registry] = dict(zip(parts, found, strict=True))
+        else:
+            attributes[registry] = {}
     for name in torch_internals.MODULE_HOOKS:
         # So that the hooks that a forward registers in one replica do not run in the others.
         if not attributes.get(name):

@@ -487,11 +487,12 @@ def _copies(
     # What is trained lies together, since it changes together.
     for trained in (True, False):
         indices = [i for i, o in enumerate(originals) if o.requires_grad is trained]
-        some = [originals[i].detach() for i in indices]
-        values = [o.to(dtype if o.is_floating_point() else None) for o in some]
+        values = [originals[i] for i in indices]
+        if dtype is not None:
+            values = [v.to(dtype) if v.is_floating_point() else v for v in values]
         sent = iter(copies_of(values, others) if others else ())
         for row, to in zip(made, targets, strict=True):
-            copies = [v.clone() for v in values] if to == source else next(sent)
+            copies = [v.detach().clone() for v in values] if to == source else next(sent)
             for i, copy in zip(indices, copies, strict=True):
                 row[i] = _dressed(copy, originals[i])
     return made
