@@ -32,6 +32,8 @@ COLUMNS: dict[str, tuple[str, float, float]] = {
     "fan": ("fan.speed", 0.01, 5),
     "ecc_corrected_errors": ("ecc.errors.corrected.volatile.total", 1, 0),
     "ecc_uncorrected_errors": ("ecc.errors.uncorrected.volatile.total", 1, 0),
+    "remapped_rows_correctable": ("remapped_rows.correctable", 1, 0),
+    "remapped_rows_uncorrectable": ("remapped_rows.uncorrectable", 1, 0),
 }
 
 

@@ -126,7 +126,7 @@ def test_a_job_is_shown_whole_on_any_screen(
         assert page.locator(".device").count() == 5
         assert page.locator(".device canvas").count() == 15
         page.locator("summary").first.click()
-        expect(page.get_by_text("memory errors that were not corrected").first).to_be_visible()
+        expect(page.get_by_text("uncorrected memory errors").first).to_be_visible()
         overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0
         assert page.evaluate(FAINT) == []

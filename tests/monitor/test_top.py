@@ -94,7 +94,16 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
         (seen(memory_used=75 * GIB), []),
         (seen(memory_used=77 * GIB), ["the memory of cuda:0 is nearly full (96 %)"]),
         (seen(ecc_uncorrected_errors=None), []),
-        (seen(ecc_uncorrected_errors=1.0), ["cuda:0 has 1 memory errors that were not corrected"]),
+        (seen(ecc_uncorrected_errors=1.0), ["cuda:0 has 1 uncorrected memory error: results may"]),
+        (seen(ecc_uncorrected_errors=2.0), ["cuda:0 has 2 uncorrected memory errors: results may"]),
+        (
+            seen(xid_errors=3.0, last_xid=79.0, row_remapping_pending=1.0),
+            [
+                "cuda:0 has reported 3 errors, the last of them XID 79: the device has fallen off",
+                "rows of the memory of cuda:0 wait to be replaced: reset it when it is idle",
+            ],
+        ),
+        (seen(row_remapping_failed=1.0), ["a row of the memory of cuda:0 could not be replaced"]),
         ([SLOWED], ["cuda:0 is slowed down (power cap, HW slowdown): look at its cooling"]),
         # What is broken comes first.
         (
@@ -238,7 +247,7 @@ SCREENS: dict[str, tuple[list[Sample], int, list[str], list[str]]] = {
         [],
         200,
         [
-            *("43 % of 64 CPUs", "✖ cuda:4 has 2 memory errors", "▲ cuda:1 is hot"),
+            *("43 % of 64 CPUs", "✖ cuda:4 has 2 uncorrected memory errors", "▲ cuda:1 is hot"),
             *("cuda:0  replica 0", "NVIDIA H100 80GB HBM3", "48.0/80.0 GiB"),
             *("slowed: power cap, thermal slowdown", "91 °C", "1.20/1.98 GHz", "700/700 W"),
             "cuda:2 GPU is lost; reset it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.readings.nvml_errors import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
@@ -42,16 +43,44 @@ def find_alerts(history: History) -> list[Finding]:
     return sorted(found, key=lambda one: one.severity != "error")
 
 
+def _counted(number: float, what: str) -> str:
+    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
+
+
+def _reported(device: DeviceReading) -> list[Finding]:
+    """What the device itself says is wrong with it."""
+    found = []
+    last = device.value("last_xid")
+    if last is not None:
+        meaning = XIDS.get(int(last), "NVIDIA's list of XID errors tells what it is")
+        text = (
+            f"{device.device} has reported {_counted(device.value('xid_errors') or 0, 'error')}, "
+            f"the last of them XID {last:.0f}: {meaning}; `sudo dmesg` tells more"
+        )
+        found.append(Finding("device error", text, "warning"))
+    if device.value("row_remapping_failed"):
+        text = f"a row of the memory of {device.device} could not be replaced: have it replaced"
+        found.append(Finding("memory errors", text, "error"))
+    elif device.value("row_remapping_pending"):
+        text = (
+            f"rows of the memory of {device.device} wait to be replaced: reset it when it is idle "
+            "(sudo nvidia-smi --gpu-reset)"
+        )
+        found.append(Finding("memory errors", text, "warning"))
+    return found
+
+
 def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:
     name = device.device
     found = []
     uncorrected = device.value("ecc_uncorrected_errors")
     if uncorrected:
         text = (
-            f"{name} has {uncorrected:.0f} memory errors that were not corrected: results may be "
+            f"{name} has {_counted(uncorrected, 'uncorrected memory error')}: results may be "
             "wrong; reset the device, and have it replaced if there are more"
         )
         found.append(Finding("memory errors", text, "error"))
+    found += _reported(device)
     if device.throttle:
         text = (
             f"{name} is slowed down ({', '.join(device.throttle)}): look at its cooling and its "

@@ -52,6 +52,23 @@ MEANINGS: dict[int, tuple[str, str]] = {
     UNKNOWN: ("the driver fails for a reason that it does not tell", "look at: sudo dmesg"),
 }
 
+#: Number of an error that a device reports by itself (XID): what it is. Those of programs come
+#: first; NVIDIA documents all.
+XIDS: dict[int, str] = {
+    13: "a kernel of a program failed",
+    31: "a program used memory that is not its own",
+    43: "a program was stopped after an error of its own",
+    45: "a program was stopped, often after another error",
+    48: "the memory has an error that cannot be corrected",
+    63: "a row of the memory is being replaced",
+    64: "a row of the memory could not be replaced",
+    74: "NVLink has failed",
+    79: "the device has fallen off the bus",
+    94: "the memory has an error that cannot be corrected, in one program's part",
+    95: "the memory has an error that cannot be corrected, which may concern all programs",
+    119: "the processor that controls the device does not answer",
+}
+
 
 def explain(code: int) -> str:
     """What an error code means and what to do about it, in one line.
