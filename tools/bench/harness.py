@@ -80,13 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One or more worker processes that are measured as one.
-
-    Attributes:
-        name: Key in the results.
-        title: What is shown.
-        tasks: One per process.
-    """
+    """Worker processes, a task each, that are measured as one, under a key and a title."""
 
     name: str
     title: str
@@ -98,13 +92,7 @@ def team_of(
 ) -> Contestant:
     """A contestant with a process for each entry of ``devices``, which fills in its own place."""
     places = [
-        dataclasses.replace(
-            task,
-            kind=kind,
-            devices=tuple(own),
-            rank=rank,
-            world_size=len(devices),
-        )
+        dataclasses.replace(task, kind=kind, devices=tuple(own), rank=rank, world_size=len(devices))
         for rank, own in enumerate(devices)
     ]
     return Contestant(name, title, tuple(places))
@@ -225,14 +213,9 @@ class Team:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back from one contestant.
+    """What came back from the processes of one contestant: of the first steps, and at the end.
 
-    Attributes:
-        contestant: Who.
-        checked: What each process said of the first steps.
-        seconds: By phase, per round the median of its repetitions.
-        finished: What each process concluded.
-        steps: Repetitions per turn.
+    ``seconds`` are, by phase and for each round, the median of its repetitions, ``steps`` of them.
     """
 
     contestant: Contestant
@@ -251,15 +234,7 @@ def measure(
 ) -> list[Outcome]:
     """Measure contestants interleaved: A B C A B C ..., only one busy at a time.
 
-    Args:
-        name: Of the measurement, for the progress display.
-        contestants: Who takes part.
-        rounds: Number of turns of each.
-        steps: Repetitions per turn. Default: as many as take about half a second.
-        tell: Told what happens next.
-
-    Returns:
-        What came back, in the order of ``contestants``.
+    ``steps`` are the repetitions per turn; by default as many as take about half a second.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -27,11 +27,7 @@ def _folder(module: Any) -> str:
 
 
 class PythonCalls:
-    """Counts calls of Python functions, in every thread that begins after it is made.
-
-    Args:
-        slots: Autograd has a thread for each accelerator among these, which is counted, too.
-    """
+    """Counts calls of Python functions, in every thread that begins after it is made."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._own = (_folder(dataparallel), _folder(kernels))
@@ -41,7 +37,8 @@ class PythonCalls:
         threading.setprofile(self)
         sys.setprofile(self)
         for device in slots:
-            # Those threads are not Python's, but keep what is set in one of their calls.
+            # Autograd has a thread for each accelerator. Those threads are not Python's, but keep
+            # what is set in one of their calls.
             probe = torch.zeros((), device=device, requires_grad=True)
             probe.register_hook(lambda grad: sys.setprofile(self))  # type: ignore[no-untyped-call]
             probe.sum().backward()  # type: ignore[no-untyped-call]

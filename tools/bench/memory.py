@@ -30,11 +30,7 @@ _SELF = pathlib.Path("/proc/self")
 
 
 class MemoryGauge:
-    """The level of memory when it was made, and the peak since. See Note [Private peak].
-
-    Args:
-        slots: The devices of this process.
-    """
+    """The level of memory when it was made, and the peak since. See Note [Private peak]."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._process = psutil.Process()

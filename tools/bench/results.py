@@ -15,22 +15,12 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's line in the results of a case.
+    """One contestant in one case.
 
-    Attributes:
-        contestant: Key of the contestant.
-        title: What is shown.
-        replicas: How many parts of the batch it has.
-        rounds: By phase, seconds of one repetition, by round the median.
-        seconds: The same over all rounds.
-        over_bare: Time over that of the bare module, round by round; None without it.
-        host_bytes: Peak host memory beyond the level before the model, summed over the processes.
-        device_bytes: The same on accelerators.
-        losses: Loss of the whole batch at each of the first steps.
-        gradient_norms: Norm of the whole gradient at each of the first steps.
-        agrees: Whether losses and gradient norms are those of the bare module, or else of ours, to
-            rounding.
-        counts: What a steady step does, by what is counted; empty where that is not asked for.
+    ``rounds`` are, by phase, seconds of one repetition, of each round the median; ``seconds`` are
+    the same over all rounds. ``over_bare`` is the time over that of the bare module, if it takes
+    part. Bytes are peaks beyond the level before the model, summed over the processes. A contestant
+    agrees if losses and gradient norms are those of the bare module, or else of ours, to rounding.
     """
 
     contestant: str

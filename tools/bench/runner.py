@@ -37,13 +37,10 @@ _TELLING = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "ATEN_", "GLOO_", "
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark says.
+    """What one benchmark says: tables and lines, and below them how it was measured.
 
-    Attributes:
-        parts: Tables and lines, in the order in which they are shown.
-        notes: How it was measured, in a line each; shown below.
-        content: What is written as JSON beside the setting; there may be dataclasses in it.
-        is_right: Whether all computed what they should, and met what was asked for.
+    ``content`` is written as JSON; there may be dataclasses in it. It is right if all computed what
+    they should, and met what was asked for.
     """
 
     parts: Sequence[Table | Text | str]
@@ -57,15 +54,9 @@ def run(
     plans: Mapping[str, Sequence[Contestant]],
     conclude: Callable[[Mapping[str, Sequence[Outcome]]], Report],
 ) -> int:
-    """Measure, show and write.
+    """Measure the contestants of each plan interleaved, conclude, show and write.
 
-    Args:
-        arguments: The command line's, among them rounds, steps and the file for JSON.
-        plans: By name, contestants that are measured interleaved.
-        conclude: From what came back, by name of the plan.
-
-    Returns:
-        The exit status.
+    The arguments are the command line's. Returns the exit status.
     """
     measured = {}
     with progress(arguments.rounds * sum(map(len, plans.values()))) as tell:

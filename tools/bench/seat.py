@@ -17,11 +17,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 class Seat:
-    """What has to be set up before a model is made.
-
-    Args:
-        task: Whose place.
-    """
+    """What has to be set up before a model is made."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -41,12 +37,7 @@ class Seat:
             )
 
     def wrap(self, module: nn.Module, bucket_cap_mb: float | None = None) -> Any:
-        """The module as this contestant trains it; the module itself for the bare one.
-
-        Args:
-            module: On the first device.
-            bucket_cap_mb: Size limit of a bucket. Default: the wrapper's own.
-        """
+        """A module on the first device as this contestant trains it; the bare one as it is."""
         if self.task.kind == "bare":
             return module
         if self.task.kind == "ddp":

@@ -54,9 +54,6 @@ class Trainer:
     """Models made ready for measuring.
 
     All contestants of a case start from the same weights and together see the same batch.
-
-    Args:
-        task: What to measure.
     """
 
     def __init__(self, task: TrainTask) -> None:
@@ -88,12 +85,10 @@ class Trainer:
         return said
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """Repeat the step of each case.
+        """Repeat the step of each case; seconds by case and phase.
 
-        Returns:
-            Seconds by case and phase, such as ``"deep forward wall"`` and ``"deep step
-            processor"``: of what the caller does. ``"deep finished"``: until the devices have
-            finished the step, too.
+        Of what the caller does, such as ``"deep forward wall"`` and ``"deep step processor"``; and
+        ``"deep finished"``: of the step until the devices have finished it.
         """
         self.seat.barrier()
         seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -109,11 +104,7 @@ class Trainer:
         return seconds
 
     def finish(self) -> dict[str, Any]:
-        """Conclude, and leave the contestant.
-
-        Returns:
-            Peaks of memory, and by case what a steady step does, where that is counted.
-        """
+        """Peaks of memory, and by case what a steady step does, where that is counted; leave."""
         told: dict[str, Any] = {
             "host_bytes": self.memory.host_peak(),
             "device_bytes": self.memory.device_peak(),
@@ -177,11 +168,7 @@ class _Step:
         optimizer: torch.optim.Optimizer,
         losses: list[Tensor] | None = None,
     ) -> dict[str, float]:
-        """Train, and add the losses of the chunks to ``losses``.
-
-        Returns:
-            The seconds of each phase, wall and processor time.
-        """
+        """Train, note losses, and return the seconds of each phase, wall and processor time."""
         spent: defaultdict[str, float] = defaultdict(float)
         start = _now()
         optimizer.zero_grad()
