@@ -159,7 +159,14 @@ EVERYTHING = make_sample(
     devices=(
         make_device(5, {metric.name: 0.5 for metric in METRICS}, throttle=("power cap",)),
         *make_sample().devices,
-    )
+    ),
+    host=HostReading(0.5, 2, 1.0, 2.0, {}, (1.5, 2.5, 3.5), 4.0, 8.0),
+    versions={"driver": "570.1", "CUDA": "12.8"},
+)
+OF_HOST = (
+    *("host_swap_used_bytes 4.0", "host_swap_total_bytes 8.0"),
+    *(f'host_load_average{{minutes="{m}"}} {n}' for m, n in ((1, 1.5), (5, 2.5), (15, 3.5))),
+    'driver_info{cuda="12.8",driver="570.1"} 1.0',
 )
 
 
@@ -230,6 +237,8 @@ REASON = 'device_throttled{device="cuda:%d",GPU,reason="power cap",uuid='
             ],
             [],
         ),
+        ([EVERYTHING], [*OF_HOST], []),
+        ([make_sample()], [], [one.partition("{")[0].partition(" ")[0] for one in OF_HOST]),
         # A run that ends is down.
         ([make_sample(runs=())], ["host_cpus"], ["run_up"]),
         (

@@ -41,6 +41,7 @@ _MEANINGS = {
     "build_info": "Version of the package that tells these metrics.",
     "sample_timestamp_seconds": "When the latest sample was taken, in seconds since 1970.",
     "sample_duration_seconds": "How long it took to take the latest sample.",
+    "driver_info": "Versions of what drives the devices.",
     "device_up": "Whether the device can be read; 0 if it is lost.",
     "device_throttled": "Whether the device is slowed down for this reason.",
     **{
@@ -55,6 +56,9 @@ _MEANINGS = {
     "host_cpus": "Processors that can be used: of the host, or of the container if it has a limit.",
     "host_memory_used_bytes": "Memory of the host in use.",
     "host_memory_total_bytes": "Memory of the host that there is.",
+    "host_swap_used_bytes": "Swap space in use.",
+    "host_swap_total_bytes": "Swap space that there is.",
+    "host_load_average": "Processes that ran or waited, on average over so many minutes.",
     "run_thread_utilization_ratio": "Share of one processor that a thread of the run keeps busy.",
     "run_up": "Whether the run answers.",
     "run_info": "A run that is watched.",
@@ -139,6 +143,9 @@ class SampleCollector:
                 reasons, has_jobs = list(self._reasons), self._saw_jobs
             families.tell("sample_timestamp_seconds", sample.time)
             families.tell("sample_duration_seconds", sample.cost)
+            if sample.versions:
+                told = {name: sample.versions.get(name, "") for name in ("driver", "CUDA")}
+                families.tell("driver_info", 1, driver=told["driver"], cuda=told["CUDA"])
             for device in sample.devices:
                 _tell_device(families, device, reasons)
             for process in sample.processes:
@@ -214,6 +221,10 @@ def _tell_host(families: _Families, host: HostReading) -> None:
     families.tell("host_cpus", host.num_cpus)
     families.tell("host_memory_used_bytes", host.memory_used)
     families.tell("host_memory_total_bytes", host.memory_total)
+    families.tell("host_swap_used_bytes", host.swap_used)
+    families.tell("host_swap_total_bytes", host.swap_total)
+    for minutes, load in zip(("1", "5", "15"), host.load or (), strict=False):
+        families.tell("host_load_average", load, minutes=minutes)
 
 
 def _tell_threads(families: _Families, sample: Sample, has_jobs: bool) -> None:
