@@ -39,12 +39,11 @@ class Lines(ScrollView):
         return self._part(y + self.scroll_offset.y)
 
     def _part(self, place: int) -> Strip:
-        left, console = self.scroll_offset.x, self.app.console
         line = self._lines[place] if place < len(self._lines) else Text()
+        console, left = self.app.console, self.scroll_offset.x
         # A text without spans leaves its own style out.
-        style = self.rich_style + console.get_style(line.style)
-        strip = Strip(line.render(console)).apply_style(style)
-        return strip.crop_extend(left, left + self.size.width, self.rich_style)
+        strip = Strip(line.render(console)).apply_style(console.get_style(line.style))
+        return strip.crop_extend(left, left + self.size.width, None)
 
 
 class Table(Lines):
