@@ -580,8 +580,12 @@ def test_the_namespace_tells_whether_this_is_the_host(monkeypatch: pytest.Monkey
 def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostProcesses()
     every = {"command", "host_memory", "name", "parent", "started", "user"}
-    assert [set(host.describe(ME) or ()) for _ in range(2)] == [every, {*every, "cpu"}]
+    assert set(host.describe(ME) or ()) == every
+    host.keep([ME])
     told = host.describe(ME) or {}
+    # On all devices it is the same: a load of the time since it was asked just now means nothing.
+    assert set(told) == {*every, "cpu"} and host.describe(ME) is told
+    host.keep([ME])
     assert (told["parent"], told["started"]) == (os.getppid(), psutil.Process().create_time())
     assert "pytest" in told["command"]
     # The number belongs to another process now.

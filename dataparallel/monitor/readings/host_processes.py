@@ -25,10 +25,20 @@ class HostProcesses:
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}
+        self._told: dict[int, dict[str, Any] | None] = {}
 
     def describe(self, pid: int) -> dict[str, Any] | None:
         """The fields of a :class:`ProcessReading` that the host tells; None if there is no such
-        process. What one may not see is left out, and the load is told from the second time on."""
+        process. What one may not see is left out, and the load is told from the second time on.
+
+        Until :meth:`keep` it is read once, on however many devices the process is: the load counts
+        from the last look.
+        """
+        if pid not in self._told:
+            self._told[pid] = self._read(pid)
+        return self._told[pid]
+
+    def _read(self, pid: int) -> dict[str, Any] | None:
         process = self._known.get(pid)
         try:
             if process is not None and process.is_running():
@@ -50,5 +60,6 @@ class HostProcesses:
         return told
 
     def keep(self, pids: Iterable[int]) -> None:
-        """Forget all processes but these."""
+        """Forget all processes but these, and read them anew the next time."""
+        self._told.clear()
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
