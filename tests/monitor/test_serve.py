@@ -160,7 +160,7 @@ EVERYTHING = make_sample(
         make_device(5, {metric.name: 0.5 for metric in METRICS}, throttle=("power cap",)),
         *make_sample().devices,
     ),
-    host=HostReading(0.5, 2, 1.0, 2.0, {}, (1.5, 2.5, 3.5), 4.0, 8.0),
+    host=HostReading(0.5, 2, 1.0, 2.0, {"main": 0.2}, (1.5, 2.5, 3.5), 4.0, 8.0),
     versions={"driver": "570.1", "CUDA": "12.8"},
 )
 OF_HOST = (
