@@ -13,11 +13,14 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.sample_store import SampleStore
 from tests.monitor.cases import PID, make_device, make_run, make_sample
 from tests.monitor.test_serve import ask, site
 
 DESKTOP, PHONE = 1280, 390
+#: By name, in an order that does not change with their load.
+THREADS = ["rank 0 main", "90 %", "rank 1 main", "50 %", "rank 1 replica-2", "95 %"]
 #: Each text that has less than the contrast of WCAG 2, with its contrast.
 FAINT = """() => {
   const parts = (color) => color.match(/[\\d.]+/g).map(Number);
@@ -88,12 +91,22 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 def two_ranks(tick: int) -> Sample:
-    """The machine, whose devices a second rank uses too."""
+    """The machine, whose devices a second rank uses too; that one waits while the first loads."""
     sample = make_sample(tick)
     (first,) = sample.runs
-    host = HostReading(0.4, 64, 1.0, 2.0, {"rank 1 main": 0.5, "rank 0 main": 0.9})
-    second = dataclasses.replace(first, rank=1, pid=PID + 1)
-    return dataclasses.replace(sample, runs=(first, second), host=host)
+    phases: tuple[Phase, ...] = ("input", "reduce across processes")
+    loads, waits = (
+        tuple(
+            {**each, phase: each.get(phase, 0.0) + 0.1 * first.num_steps} for each in first.totals
+        )
+        for phase in phases
+    )
+    ranks = (
+        dataclasses.replace(first, totals=loads),
+        dataclasses.replace(first, totals=waits, rank=1, pid=PID + 1),
+    )
+    threads = {"rank 1 replica-2": 0.95, "rank 1 main": 0.5, "rank 0 main": 0.9}
+    return dataclasses.replace(sample, runs=ranks, host=HostReading(0.4, 64, 1.0, 2.0, threads))
 
 
 @pytest.mark.parametrize("width", [DESKTOP, PHONE])
@@ -104,20 +117,22 @@ def test_a_job_is_shown_whole_on_any_screen(
     with site(Asked(lambda store, number: store.add(two_ranks(number)))) as server:
         page = open_page(server.url, width, scheme)
         for text in (
-            "Change first Replica 0 on cuda:0 takes 1.7 times as long per sample",
+            "Change first Rank 0: 39 % of each step passes before its batch is there",
+            "Rank 0 is slow in 'input': its own work takes 254 ms of each step",
+            "Rank 0 the slowest",
             "DistributedDataParallel, 2 ranks, step",
             # Six steps a second, of 104 samples each, in each rank.
             "Throughput, all ranks 1,248 samples/s",
             "Step, slowest rank 170 ms",
             "replica 0 on cuda:0, now forward, speed 52 % of the fastest",
             "train, 208 samples",
-            "Host: 40 % of 64 processors, 1 B of 2 B. Threads: rank 0 main 90 %, rank 1 main 50 %",
+            "Host: 40 % of 64 processors, 1 B of 2 B",
             "cuda:2 cannot be read: GPU is lost",
             "NVLink counters need a driver",
             "NVIDIA H100 80GB HBM3, 55 °C, rank 0 replica 0; rank 1 replica 0",
         ):
             shown = page.get_by_text(re.compile(re.escape(text))).or_(
-                page.locator("figcaption, #advice").filter(has_text=text)
+                page.locator("figcaption, #advice, .rank div").filter(has_text=text)
             )
             expect(shown.first).to_be_visible()
         for rank in range(2):
@@ -127,6 +142,8 @@ def test_a_job_is_shown_whole_on_any_screen(
         assert page.locator(".device canvas").count() == 15
         page.locator("summary").first.click()
         expect(page.get_by_text("uncorrected memory errors").first).to_be_visible()
+        page.get_by_text("threads", exact=True).click()
+        assert page.locator("#host dl").inner_text().split("\n") == THREADS
         overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert overflow <= 0
         assert page.evaluate(FAINT) == []

@@ -134,10 +134,11 @@ def test_points_come_once_and_the_latest_sample_whole() -> None:
     assert sample["elapsed"] == 4
     assert sample["processes"][0]["name"] == "python train.py --epochs 90"
     assert {alert["severity"] for alert in sample["alerts"]} == {"error", "warning"}
-    assert sample["shares"][1]["idle"] == pytest.approx(0.353, abs=0.01)
+    assert sample["runs"][0]["shares"][1]["idle"] == pytest.approx(0.353, abs=0.01)
     assert point["devices"]["cuda:3"][0] is None
     # Six steps a second, of 104 samples each.
-    assert point["speed"] == pytest.approx(624)
+    (course,) = point["runs"].values()
+    assert course == [pytest.approx(624), pytest.approx(0.17)]
 
 
 def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() -> None:
@@ -146,7 +147,8 @@ def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() ->
     store.feed([make_sample(0), make_sample(5, runs=(), cost=math.nan, host=odd)])
     found = json.loads(store.after(0), parse_constant=pytest.fail)
     assert found["sample"]["host"]["utilization"] is None
-    assert (found["sample"]["run"]["num_steps"], found["sample"]["gone"]) == (1000, 5.0)
+    (run,) = found["sample"]["runs"]
+    assert (run["state"]["num_steps"], run["gone"]) == (1000, 5.0)
     assert found["finished"]
 
 

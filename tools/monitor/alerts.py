@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.nvml_errors import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.run import RunState
+from dataparallel.monitor.summary import Summary
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.history import History, RunHistory, names_in_run
@@ -35,9 +37,7 @@ def find_alerts(history: History) -> list[Finding]:
     states = [run.state for run in history.runs]
     for run in history.runs:
         found.extend(_of_run(run, run_name(run.state, states)))
-    for job in dict.fromkeys(state.job for state in states):
-        there = [r for r in history.runs if r.state.job == job and r.gone_for is None]
-        findings = find_in_job([(r.state, r.summary) for r in there], states)
+    for findings in changes_of_jobs(history).values():
         # What a report of the same samples tells, as far as it costs much.
         found.extend(one for one in findings if one.severity == "warning")
     return sorted(found, key=lambda one: one.severity != "error")
@@ -68,6 +68,16 @@ def _reported(device: DeviceReading) -> list[Finding]:
         )
         found.append(Finding("memory errors", text, "warning"))
     return found
+
+
+def changes_of_jobs(history: History) -> dict[str, list[Finding]]:
+    """By job that is there, all that is worth a change, the largest gain first."""
+    states = [run.state for run in history.runs]
+    there: dict[str, list[tuple[RunState, Summary]]] = {}
+    for run in history.runs:
+        if run.gone_for is None:
+            there.setdefault(run.state.job, []).append((run.state, run.summary))
+    return {job: find_in_job(runs, states) for job, runs in there.items()}
 
 
 def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:
@@ -120,7 +130,7 @@ def _of_run(run: RunHistory, name: str) -> list[Finding]:
     if run.gone_for is not None:
         process = f"process {run.state.pid}"
         text = (
-            f"{f'{name} ({process})' if name else f'the run of {process}'} is gone since "
+            f"{f'{name} ({process})' if name else f'the run of {process}'} has been gone for "
             f"{units.seconds_text(run.gone_for)}: it has ended, or left its StepMonitor; what is "
             "shown of it is the last that it told"
         )

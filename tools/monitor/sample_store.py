@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import Sample, json_text
-from dataparallel.tools.monitor.alerts import find_alerts
+from dataparallel.tools.monitor.alerts import changes_of_jobs, find_alerts
 from dataparallel.tools.monitor.history import History, RunHistory
 from dataparallel.tools.monitor.prometheus import RunReading
 
@@ -54,13 +55,19 @@ class SampleStore:
         alerts = find_alerts(self._history)
         known = self._history.runs
         runs = [_run(run) for run in known]
-        first = runs[0] if runs else {"state": None, "shares": [], "scores": [], "gone": None}
+        changes = changes_of_jobs(self._history)
+        first = max((each[0] for each in changes.values() if each), key=_gain, default=None)
         more = {
             "alerts": [asdict(alert) for alert in alerts],
-            "advice": next((alert.text for alert in alerts if alert.gain), None),
+            "advice": str(first) if first is not None and first.gain else None,
             "runs": runs,
-            "run": first["state"],
-            **{name: first[name] for name in ("shares", "scores", "gone")},
+            # By job the rank for which the others wait.
+            "slow": {
+                job: one.numbers["rank"]
+                for job, each in changes.items()
+                for one in each
+                if one.kind == "slow rank"
+            },
         }
         text = json_text({**sample.to_json(), **more})
         point: dict[str, Any] = {
@@ -71,8 +78,6 @@ class SampleStore:
             },
         }
         point["runs"] = {run["id"]: run["course"] for run in runs if run["gone"] is None}
-        if point["runs"]:
-            point["speed"], point["step"] = next(iter(point["runs"].values()))
         with self._lock:
             self._points.append((sample.time, json_text(point)))
             self._text = text
@@ -113,10 +118,12 @@ def _run(run: RunHistory) -> dict[str, Any]:
         "gone": run.gone_for,
         "shares": run.shares,
         "scores": [] if totals is None else [one.relative for one in totals.replicas],
-        "findings": [one.text for one in run.summary.findings if one.gain],
-        "speed": speed,
         "course": (speed, None if state.last is None else _short(state.last.seconds)),
     }
+
+
+def _gain(finding: Finding) -> float:
+    return finding.gain
 
 
 def _short(value: float | None) -> float | None:

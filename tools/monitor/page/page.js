@@ -107,6 +107,13 @@ function fill(table, titles, rows) {
   });
 }
 
+/** Give names and values to what can be opened; it hides if there are none. */
+function define(details, pairs) {
+  details.hidden = pairs.length === 0;
+  const now = pairs.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]);
+  details.querySelector("dl").replaceChildren(...now);
+}
+
 /** A bar of phases: each with its begin and end, as shares of the bar, and a text. */
 function bar(name, parts) {
   const colors = new Map(state.about.phases.map(([phase, ...both]) => [phase, both]));
@@ -153,12 +160,12 @@ function addChart(parent, title, unit, isSmall) {
     {
       width: place.clientWidth || 300,
       height,
-      padding: isSmall ? [2, 0, 2, 0] : null,
+      padding: isSmall ? [2, 0, 2, 0] : [10, 8, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "time" }, y: false },
       scales: { y: { range: (plot, low, high) => [0, top(high)] } },
       axes: [
-        { ...axis, show: !isSmall, space: 80, size: 28, values: (plot, ticks) => ticks.map((v) => clock(v)) },
+        { ...axis, show: !isSmall, space: 80, size: 22, values: (plot, ticks) => ticks.map((v) => clock(v)) },
         { ...axis, show: !isSmall, space: 30, size: 62, values: (plot, ticks) => ticks.map((v) => show(v, unit).replace(" samples/s", "")) },
       ],
       series: [{}, { stroke: () => getComputedStyle(place).color, fill: "#4fa3ff33", width: 1.5, points: { show: false } }],
@@ -216,14 +223,16 @@ function render() {
   const points = shownPoints();
   find("#advice").hidden = sample.advice === null;
   write(find("#advice span"), sample.advice ?? "");
-  const others = sample.alerts.filter((one) => one.text !== sample.advice);
+  const others = sample.alerts.filter((one) => !sample.advice?.startsWith(one.text));
   list(find("#alerts"), others.map((one) => [one.text, one.severity]));
   list(find("#notes"), sample.notes.map((text) => [text, ""]));
   showJobs(sample, points);
   showDevices(sample, points);
   showProcesses(sample.processes);
   const { host } = sample;
-  write(find("#host"), host === null ? "" : describeHost(host));
+  write(find("#host p"), host === null ? "" : describeHost(host));
+  const threads = Object.entries(host?.threads ?? {}).sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+  define(find("#host details"), threads.map(([name, use]) => [name, show(use, "ratio")]));
   write(find("#cost"), `A sample each ${seconds(about.interval)}; the last one took ${seconds(sample.cost)}`);
 }
 
@@ -232,9 +241,7 @@ function describeHost(host) {
   const facts = [`${show(host.utilization, "ratio")} of ${host.num_cpus} processors`, of(host.memory_used, host.memory_total)];
   if (host.swap_used) facts.push(`swap ${of(host.swap_used, host.swap_total)}`);
   if (host.load) facts.push(`load ${host.load.map((one) => one.toFixed(1)).join(", ")}`);
-  const threads = Object.entries(host.threads).sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
-  const busy = threads.map(([name, use]) => `${name} ${show(use, "ratio")}`).join(", ");
-  return `Host: ${facts.join(", ")}${busy && `. Threads: ${busy}`}`;
+  return `Host: ${facts.join(", ")}`;
 }
 
 /** A section per job, with all ranks that are seen from here. */
@@ -285,8 +292,7 @@ function showJobs(sample, points) {
 
 /** A rank's bars below its name, where there are several ranks. */
 function rankOf(run, runs, more, bars) {
-  const slow = state.sample.alerts.find((one) => one.kind === "slow rank" && one.numbers.rank === run.rank);
-  const note = slow === undefined ? "" : " the slowest";
+  const note = state.sample.slow[run.job] === run.rank ? " the slowest" : "";
   const name = runs.length > 1 ? [make("div", {}, `Rank ${run.rank}`, make("b", {}, note), make("small", {}, more))] : [];
   return make("div", { class: note && "slow" ? "rank slow" : "rank" }, ...name, ...bars.flat());
 }
@@ -295,7 +301,7 @@ function sharesOf(run, runs, sample) {
   const bars = run.state.info.devices.map((device, i) => {
     const [phase, since] = run.state.now[i] ?? ["idle", 0];
     const now = run.gone === null ? `, now ${phase}${since >= 1 ? ` for ${seconds(since)}` : ""}` : "";
-    const speed = run.scores[i] == null ? "" : `, speed ${show(run.scores[i], "ratio")} of the fastest`;
+    const speed = (run.scores[i] ?? 1) > 0.95 ? "" : `, speed ${show(run.scores[i], "ratio")} of the fastest`;
     let end = 0;
     const parts = state.about.phases.map(([name]) => {
       const share = run.shares[i]?.[name] ?? 0;
@@ -348,8 +354,7 @@ function showDevices(sample, points) {
     const more = state.about.metrics.filter(([metric]) => !told.has(metric) && values[metric] != null);
     const facts = more.map(([metric, unit, meaning]) => [meaning, show(values[metric], unit)]);
     if (uuid !== null) facts.push(["identity", uuid]);
-    rows[i].querySelector("details").hidden = facts.length === 0;
-    rows[i].querySelector("dl").replaceChildren(...facts.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]));
+    define(rows[i].querySelector("details"), facts);
   });
 }
 

@@ -1,4 +1,4 @@
-"""Make the images of docs/images: of a job with two ranks on four virtual devices, light and dark.
+"""Make the images of docs/images: a job with two ranks on four virtual devices, light and dark.
 
 make images
 
@@ -8,7 +8,10 @@ It takes a minute and needs Chromium (`apt-get install chromium`, or
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
+import itertools
 import os
 import re
 import shutil
@@ -16,18 +19,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
+from playwright.sync_api import sync_playwright
 from torch import nn
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
+from dataparallel.monitor.readings.reading import Sample
+from dataparallel.tools.monitor import plot
+from dataparallel.tools.monitor.palette import DARK, LIGHT
+from dataparallel.tools.monitor.recording import read_recording
+from dataparallel.tools.monitor.top_app import TopApp
+from dataparallel.tools.monitor.view import View
 
-IMAGES = Path(__file__).with_name("images")
+IMAGES = Path(__file__).parents[1] / "images"
 #: The second size is that of a phone.
 SIZES = {"": (1280, 900), "-phone": (390, 844)}
+THEMES = ("light", "dark")
 SECONDS = 45
 
 
@@ -48,7 +62,7 @@ class ConvNet(nn.Module):
 
 
 def train() -> None:
-    """One rank: two of four devices, until it is ended. Loading takes longer from time to time."""
+    """One rank: two of four devices, until it is ended. The second one loads slowly later on."""
     dp.virtual.enable(4)
     dp.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -60,8 +74,8 @@ def train() -> None:
     begin = time.monotonic()
     with StepMonitor(model):
         while True:
-            if time.monotonic() - begin > SECONDS / 2:
-                time.sleep(0.04)
+            if rank and time.monotonic() - begin > SECONDS / 2:
+                time.sleep(0.15)
             loss = model.loss(nn.functional.cross_entropy, x, y)
             loss.backward()
             optimizer.step()
@@ -80,34 +94,53 @@ def started(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        process.terminate()
-        process.wait(30)
+        process.kill()
+        process.wait()
+
+
+def draw_top(samples: Sequence[Sample]) -> str:
+    """What `top` shows after these samples, as SVG."""
+
+    async def main() -> str:
+        app = TopApp(View(interval=0.5), deque(samples), lambda: True, is_live=False)
+        async with app.run_test(size=(120, 36)) as pilot:
+            await pilot.pause()
+            return app.export_screenshot(title="dataparallel monitor top")
+
+    return asyncio.run(main())
 
 
 def take_pictures(url: str) -> None:
     """The page on all screens; an error of it ends this."""
-    from playwright.sync_api import sync_playwright
-
     errors: list[str] = []
+    with a_browser() as browser:
+        for theme, (screen, (width, height)) in itertools.product(THEMES, SIZES.items()):
+            page = browser.new_page(
+                viewport={"width": width, "height": height},
+                color_scheme=theme,
+                device_scale_factor=1.5,
+            )
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto(url)
+            page.get_by_text("Rank 1").first.wait_for()
+            page.locator("figcaption b", has_text="samples/s").wait_for()
+            save(page.screenshot(full_page=not screen), f"monitor-page{screen}-{theme}")
+    assert not errors, errors
+
+
+@contextlib.contextmanager
+def a_browser() -> Iterator[Any]:
+    """Chromium, for as long as the ``with`` block lasts."""
     with sync_playwright() as playwright:
         # Without one of the system, playwright's own; it tells how to install that.
         path = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        for theme in ("light", "dark"):
-            for screen, (width, height) in SIZES.items():
-                page = browser.new_page(
-                    viewport={"width": width, "height": height},
-                    color_scheme="dark" if theme == "dark" else "light",
-                    device_scale_factor=1.5,
-                )
-                page.on("pageerror", lambda error: errors.append(str(error)))
-                page.goto(url)
-                page.get_by_text("Rank 1").first.wait_for()
-                page.locator("figcaption b", has_text="samples/s").wait_for()
-                page.screenshot(
-                    path=IMAGES / f"monitor-page{screen}-{theme}.png", full_page=not screen
-                )
-    assert not errors, errors
+        yield playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+
+
+def save(png: bytes, name: str) -> None:
+    """Write an image, with as many colors as can be told apart in it."""
+    few = Image.open(io.BytesIO(png)).convert("RGB").quantize(192, dither=Image.Dither.NONE)
+    few.save(IMAGES / f"{name}.png", optimize=True)
 
 
 def main() -> None:
@@ -119,9 +152,12 @@ def main() -> None:
         place = {"DATAPARALLEL_MONITOR_DIR": folder}
         job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **place}
         job |= {"MASTER_PORT": "29731"}
-        for rank in ("0", "1"):
+        ranks = [
             running.enter_context(started(__file__, "train", RANK=rank, LOCAL_RANK=rank, **job))
-        while len(list(Path(folder).glob("*.sock"))) < 2:
+            for rank in ("0", "1")
+        ]
+        while len(list(Path(folder).glob("*.sock"))) < len(ranks):
+            assert all(rank.poll() is None for rank in ranks)
             time.sleep(0.5)
         watch = ("--attach", "auto", "--interval", "0.5")
         server = running.enter_context(started(*monitor, "serve", "--port", "0", *watch, **place))
@@ -130,10 +166,20 @@ def main() -> None:
         record = [*monitor, "record", str(recording), "--for", str(SECONDS), *watch]
         subprocess.run([sys.executable, *record], env={**os.environ, **place}, check=True)
         take_pictures(url)
-        for theme, options in (("light", []), ("dark", ["--dark"])):
-            picture = str(IMAGES / f"monitor-plot-{theme}.png")
-            plot = [*monitor, "plot", str(recording), picture, *options]
-            subprocess.run([sys.executable, *plot], check=True)
+        samples = read_recording(recording).samples
+        # At once, so that none complains of another one.
+        for rank in ranks:
+            rank.kill()
+    for theme, colors in zip(THEMES, (LIGHT, DARK), strict=True):
+        picture = io.BytesIO()
+        plot.draw({"run": samples}, theme=colors).savefig(picture, dpi=120)
+        save(picture.getvalue(), f"monitor-plot-{theme}")
+    # Before there is a browser, which has an event loop of its own.
+    svg = draw_top(samples)
+    with a_browser() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 1100})
+        page.set_content(svg)
+        save(page.locator("svg").screenshot(), "monitor-top")
 
 
 if __name__ == "__main__":
