@@ -34,7 +34,7 @@ DEFAULT_BUFFER_SIZE = 10485760
 #: and costs two more passes over its memory; from this size on the passes are what costs more.
 LARGE_BYTES = 256 * 2**10
 
-_device, _layout = attrgetter("device"), attrgetter("layout")
+_device, _dtype, _layout = attrgetter("device"), attrgetter("dtype"), attrgetter("layout")
 _nbytes = attrgetter("nbytes")
 
 # --- one copy ------------------------------------------------------------------------------------
@@ -114,7 +114,11 @@ def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> li
     if {torch.strided}.issuperset(map(_layout, every)) and all(
         map(torch.Tensor.is_contiguous, every)
     ):
-        alone = {i for i, size in enumerate(map(_nbytes, first)) if size >= LARGE_BYTES}
+        sizes = list(map(_nbytes, first))
+        is_one = sum(sizes) < buffer_size and len(set(map(_dtype, first))) == 1
+        if is_one and max(sizes) < LARGE_BYTES:
+            return [list(range(len(first)))]
+        alone = {i for i, size in enumerate(sizes) if size >= LARGE_BYTES}
     else:
         columns = enumerate(zip(*rows, strict=True))
         alone = {i for i, column in columns if not all(_is_packable(t, column[0]) for t in column)}

@@ -49,6 +49,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice, repeat
+from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
@@ -68,6 +69,10 @@ from dataparallel.graph.functions import (
 )
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced, will_execute
+
+# The nodes in which graphs end, and the leaf of one.
+_LeafNode = type(_edge_of(torch.zeros((), requires_grad=True)).node)
+_variable = attrgetter("variable")
 
 #: Number of no backward.
 NO_TASK = -1
@@ -208,6 +213,7 @@ class Cuts:
         #: Cuts whose backward may still come.
         self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
         self._replica_of = {id(leaf): i for i, row in enumerate(self.leaves) for leaf in row}
+        self._own = [set(map(id, row)) for row in self.leaves]
         # Leaves whose nodes need not be looked into at every forward: half of the time in a deep
         # module. On an accelerator they are made anew in the stream of each forward.
         self._ends = [
@@ -260,17 +266,17 @@ class Cuts:
         shared = False
         for index, row in enumerate(outputs):
             nodes = list(dict.fromkeys(map(_node_of, row)))
+            ends = list(compress(nodes, map(is_, map(type, nodes), repeat(_LeafNode))))
             seen = {None, *self._ends[index], *nodes}
             # Most of the time goes to torch, which makes an object for each node.
             for node in nodes:
-                edges = node.next_functions
-                for after, _ in edges:
+                for after, _ in node.next_functions:
                     if after not in seen:
                         seen.add(after)
-                        nodes.append(after)
-                leaf = None if edges else getattr(node, "variable", None)
-                if leaf is None:
-                    continue
+                        (ends if type(after) is _LeafNode else nodes).append(after)
+            leaves = list(map(_variable, ends))
+            # Mostly, all are the replica's own.
+            for leaf in () if self._own[index].issuperset(map(id, leaves)) else leaves:
                 # An anchor is no concern of users, but replicas meet in what leads to it.
                 if id(leaf) not in owner and not isinstance(leaf, Anchor):
                     found.append(leaf)
