@@ -138,6 +138,18 @@ def test_it_fits_every_terminal_and_every_new_size() -> None:
     play(script, *(make_sample(tick, **VERSIONS) for tick in range(30)), size=SIZES[0])
 
 
+def test_phases_have_letters_where_there_are_no_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def script(screen: Screen) -> None:
+        assert "BBBB" in "\n".join(await screen.lines())
+        colors = set(re.findall(r"fill: (#\w+)", screen.app.export_screenshot()))
+        # The ground, the writing, and dim writing.
+        assert len(colors) == 3
+
+    play(script)
+
+
 def process(pid: int, command: str, **more: Any) -> ProcessReading:
     more = {"device": "cuda:0", "user": "ada", "memory": pid * GIB, **more}
     return ProcessReading(pid=pid, name=command.split()[0], command=command, **more)

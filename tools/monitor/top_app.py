@@ -90,7 +90,8 @@ class TopApp(App[None]):
         is_live: bool = True,
         read_only: bool = False,
     ) -> None:
-        super().__init__()
+        # The terminal's own colors, so that it may be dark or bright; and none with NO_COLOR.
+        super().__init__(ansi_color=True)
         self.theme = "ansi-dark"
         self.failure: BaseException | None = None
         self._view = view

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual import events, on
@@ -41,9 +42,10 @@ class Lines(ScrollView):
     def _part(self, place: int) -> Strip:
         line = self._lines[place] if place < len(self._lines) else Text()
         console, left = self.app.console, self.scroll_offset.x
-        # A text without spans leaves its own style out.
-        strip = Strip(line.render(console)).apply_style(console.get_style(line.style))
-        return strip.crop_extend(left, left + self.size.width, None)
+        # A text without spans leaves its own style out, and textual's filters need one.
+        base = console.get_style(line.style)
+        parts = [Segment(text, base + (style or base)) for text, style, _ in line.render(console)]
+        return Strip(parts).crop_extend(left, left + self.size.width, Style())
 
 
 class Table(Lines):
