@@ -52,15 +52,15 @@ def replica_lines(
 
 def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Text]:
     """Of the ranks that train one module together."""
-    number = "rank.#" if len(runs) > 1 else "#"
-    room = width - max(3, len(number)) - sum(_WIDTHS) - 3
+    number = "rank.#  " if len(runs) > 1 else "#  "
+    room = width - len(number) - sum(_WIDTHS) - 3
     half = room // 2
     shares = [run.shares or [{} for _ in run.state.now] for run in runs]
     rows = []
     for run, each in zip(runs, shares, strict=True):
         for i, share in enumerate(each):
-            name = f"{run.state.rank}.{i}".ljust(6) if len(runs) > 1 else f"{i}".ljust(3)
-            row = _replica_line(run.state, i, name, share, half, room)
+            name = f"{run.state.rank}.{i}" if len(runs) > 1 else f"{i}"
+            row = _replica_line(run.state, i, name.ljust(len(number)), share, half, room)
             if run.gone_for is not None:
                 row.stylize("dim")
             rows.append(row)
@@ -72,7 +72,7 @@ def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Te
     seconds = first.seconds
     lately = f"last {units.seconds_text(max(1, round(seconds)))}" if seconds else "all steps"
     names = ("device", "in phase", "for", "  chunk", "  idle")
-    head = _columns(number.ljust(3), [Text(name) for name in names])
+    head = _columns(number, [Text(name) for name in names])
     head.append_text(column(f"  {lately}", half + 2)).append(f" {step}")
     head.stylize("dim")
     is_there = any(run.gone_for is None for run in runs)

@@ -124,7 +124,6 @@ class Panel(ModalScreen[bool]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,enter,q,n,e,question_mark", "answer(False)"),
         Binding("y", "answer(True)"),
-        Binding("ctrl+c", "app.quit", priority=True),
     ]
 
     def __init__(self, title: str, text: Text, *, is_question: bool = False) -> None:

@@ -136,14 +136,14 @@ class View:
     def _replicas_on(self, device: DeviceReading) -> str:
         runs = self.history.runs
         mine = [
-            f"rank {run.state.rank} replica {i}" if len(runs) > 1 else f"replica {i}"
+            f"{run.state.rank}.{i}" if len(runs) > 1 else f"{i}"
             for run in runs
             for i, (name, uuid) in enumerate(
                 zip(run.state.info.devices, run.state.info.uuids, strict=True)
             )
             if name == device.device or (uuid is not None and uuid == device.uuid)
         ]
-        return ", ".join(mine)
+        return f"replica{'s' * (len(mine) > 1)} {', '.join(mine)}" if mine else ""
 
     def own_pids(self) -> set[int]:
         """The processes of the runs that are watched."""
