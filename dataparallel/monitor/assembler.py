@@ -95,9 +95,13 @@ class _Step:
             self.forwards = 0
 
     def take_scattering(self) -> list[Span]:
-        """The last span if it scatters: it may belong to the next step."""
-        is_last = bool(self.spans) and self.spans[-1].phase == "scatter"
-        return [self.spans.pop()] if is_last else []
+        """The last spans that scatter, with what lies in them: they belong to the next forward."""
+        taken: list[Span] = []
+        while self.spans and (
+            self.spans[-1].phase == "scatter" or (taken and self.spans[-1].begin >= taken[-1].begin)
+        ):
+            taken.append(self.spans.pop())
+        return taken[::-1]
 
     def has_ended(self, *, optimizer_known: bool, max_forwards: int) -> bool:
         """Whether a forward that begins now belongs to the next step."""

@@ -501,7 +501,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 training.tell(error)
                 raise error
             if sends:
-                send_buffers(self.module, source, processes.buckets)
+                # It begins the scattering of the next step, and waits for the slowest rank.
+                with self.timeline.span("scatter"), self.timeline.span("reduce across processes"):
+                    send_buffers(self.module, source, processes.buckets)
         if reduces:
             training.reducer.statistics.begin()
         return training

@@ -23,6 +23,7 @@ from dataparallel.monitor.readings.reading import (
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.tools.monitor.recording import Recording
 
 Seconds = dict[Phase, float]
 
@@ -89,9 +90,15 @@ class FakeRun:
     """A run whose steps a test makes; :meth:`state` is what it would tell."""
 
     def __init__(
-        self, info: RunInfo | None = None, *, pid: int = PID, started: float = BEGIN - 60.0
+        self,
+        info: RunInfo | None = None,
+        *,
+        pid: int = PID,
+        started: float = BEGIN - 60.0,
+        **changes: Any,
     ) -> None:
         self.info = info or make_info(device="cuda")
+        self.changes = changes
         self.pid = pid
         self.started = started
         self.totals: list[Seconds] = [{} for _ in self.info.devices]
@@ -134,7 +141,7 @@ class FakeRun:
             last=self.last,
             host_bound=(0.0,) * number,
         )
-        return dataclasses.replace(state, **changes)
+        return dataclasses.replace(state, **{**self.changes, **changes})
 
 
 def a_state(num_steps: int = 1, pid: int | None = None) -> RunState:
@@ -192,6 +199,10 @@ def training(num_samples: int = 24, num_devices: int = 4) -> list[Sample]:
         run.steps(2, [*replicas, {**SLOW, **waits}])
         found.append(sample(float(i), readings, run.state(BEGIN + i)))
     return found
+
+
+def recording(samples: Sequence[Sample], host: str = "node0") -> Recording:
+    return Recording({"host": host, "recording": host}, tuple(samples))
 
 
 def write_recording(path: Path, samples: Sequence[Sample]) -> Path:

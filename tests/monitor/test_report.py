@@ -32,6 +32,7 @@ from tests.monitor.cases import (
     device,
     make_info,
     make_sample,
+    recording,
     sample,
     training,
     write_recording,
@@ -40,7 +41,7 @@ from tests.monitor.cases import (
 
 def text_of(samples: list[Sample], width: int = 120) -> str:
     out = io.StringIO()
-    print_report(make_report(samples), Console(file=out, width=width))
+    print_report(make_report(recording(samples)), Console(file=out, width=width))
     return out.getvalue()
 
 
@@ -57,7 +58,7 @@ def watched(run: FakeRun, number: int, begin: float = 0.0, steps: int = 2) -> li
 
 
 def only(samples: list[Sample]) -> RunReport:
-    (run,) = make_report(samples).runs
+    (run,) = make_report(recording(samples)).runs
     return run
 
 
@@ -70,7 +71,7 @@ def test_what_is_told_of_a_device() -> None:
         device(0, utilization=0.7, memory_used=30.0, power=300.0, throttle=["power cap"]),
         device(0, memory_used=20.0, power=200.0, energy=1800.0, throttle=["heat", "power cap"]),
     ]
-    report = make_report([sample(float(i), [one]) for i, one in enumerate(readings)])
+    report = make_report(recording([sample(float(i), [one]) for i, one in enumerate(readings)]))
     (found,) = report.devices
     assert found.utilization_mean == pytest.approx(0.6)
     assert found.utilization_peak == 0.7
@@ -88,7 +89,7 @@ def test_a_device_that_is_lost_and_one_that_comes_back() -> None:
     lost = [DeviceReading(f"cuda:{d}", "GPU", "nvml", error="GPU is lost") for d in range(2)]
     good = [device(d, utilization=0.5, power=100.0) for d in range(3)]
     samples = [sample(0.0, good), sample(1.0, [*lost, good[2]]), sample(2.0, [good[0], lost[1]])]
-    devices = make_report(samples).devices
+    devices = make_report(recording(samples)).devices
     assert [(one.failed, one.is_lost) for one in devices] == [(1, False), (2, True), (0, True)]
     assert devices[0].utilization_mean == 0.5
     text = text_of(samples)
@@ -208,17 +209,18 @@ def test_a_run_that_is_started_again_is_one_with_what_it_was() -> None:
     run = only(first + watched(FakeRun(), 4, 16.0))
     assert (run.summary.num_steps, run.summary.num_left_out) == (8, 4)
     # Another model is another run.
-    other = FakeRun(dataclasses.replace(make_info(device="cuda"), model="Other"), pid=7)
-    report = make_report([*watched(FakeRun(), 2), *watched(other, 4, 20.0)])
+    other = FakeRun(dataclasses.replace(make_info(device="cuda"), model="Other"), pid=7, job="z")
+    report = make_report(recording([*watched(FakeRun(), 2), *watched(other, 4, 20.0)]))
     assert [run.info.model for run in report.runs] == ["Net", "Other"]
-    assert report.advice == report.runs[1].summary.advice
+    told = report.advice.text
+    assert f"process 7: {report.runs[1].summary.advice.text}".lower() == told.lower()
 
 
 def test_a_single_sample_tells_of_the_run_since_it_began() -> None:
     run = FakeRun()
     samples = [sample(0.0, [device(0, power=100.0)], run.state(BEGIN))]
     assert "no step ended while it was watched" in text_of(samples)
-    assert make_report(samples).advice.kind == "unknown"
+    assert make_report(recording(samples)).advice.kind == "unknown"
     run.steps(10, [BUSY, SLOW], [8, 16])
     samples = [sample(0.0, [device(0, power=100.0)], run.state(BEGIN))]
     found = only(samples)
@@ -279,7 +281,9 @@ def test_a_table_has_a_row_per_device_and_replica(
 ) -> None:
     # cuda:0 has two replicas, and nobody reads cuda:7.
     devices = ("cuda:0", "cuda:0", "cuda:7")
-    run = FakeRun(dataclasses.replace(make_info(3, device="cuda"), devices=devices))
+    info = make_info(3, device="cuda")
+    uuids = ("GPU-0", "GPU-0", "GPU-7")
+    run = FakeRun(dataclasses.replace(info, devices=devices, uuids=uuids))
     run.steps(2, [BUSY, SLOW, BUSY])
     odd = dataclasses.replace(device(1, power=9.0), name='a, "b"\nc', throttle=("x", "y"))
     path = write_recording(

@@ -466,7 +466,7 @@ def test_a_run_is_watched_with_its_threads_and_devices(run_folder: Path) -> None
     assert {("cpu", ME), ("virtual:0", ME), ("virtual:1", ME)} <= shown
     assert watched.host is not None
     assert {"main", "replica-0", "replica-1"} <= set(watched.host.threads)
-    assert hint == f"to see the phases of replicas, add --attach PID; these are runs: {ME}"
+    assert hint == f"to see the phases of replicas, add --attach auto; these are runs: {ME}"
     after = sampler.sample()
     assert after.runs == () and after.notes[-1] == f"the run of process {ME} has ended"
     # The process lives, and may begin another run.

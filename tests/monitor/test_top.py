@@ -35,6 +35,7 @@ from tests.monitor.cases import (
     make_device,
     make_run,
     make_sample,
+    recording,
     sample,
     samples,
 )
@@ -159,7 +160,7 @@ def test_what_costs_much_is_told_as_the_report_tells_it(
         run.steps(3, turns[i % len(turns)])
         readings = [device(d, throttle=[throttle] if throttle and d else []) for d in range(2)]
         shown.append(sample(0.5 * i, readings, run.state(BEGIN + 0.5 * i)))
-    report = make_report(shown)
+    report = make_report(recording(shown))
     assert report.advice.kind == kind
     found = find_alerts(history_of(*shown))
     assert [(one.kind, one.gain) for one in found if one.gain] == (

@@ -32,7 +32,8 @@ def find_alerts(history: History) -> list[Finding]:
             text = f"{device.device} cannot be read: {device.error}"
             found.append(Finding("lost device", text, "error"))
         else:
-            is_in_run = any(names_in_run(device, run.state.info) for run in history.runs)
+            infos = [run.state.info for run in history.runs]
+            is_in_run = any(names_in_run(device.device, device.uuid, info) for info in infos)
             found.extend(_of_device(device, history, is_in_run=is_in_run))
     states = [run.state for run in history.runs]
     for run in history.runs:

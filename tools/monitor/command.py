@@ -63,8 +63,8 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attach",
         metavar="PID",
-        help="also watch the replicas of a run with a StepMonitor: the number of its process, or "
-        "auto if there is only one",
+        help="also watch the replicas of runs with a StepMonitor: the number of a process, or auto "
+        "for all ranks and jobs of yours on this machine, also those that begin later",
     )
     parser.add_argument(
         "--only",
@@ -139,8 +139,8 @@ def _add_record(commands: Subparsers) -> None:
         dest="duration",
         type=duration,
         metavar="TIME",
-        help="end after so many seconds, or 10min, 2h, 1d (default: at Ctrl-C, or with the run "
-        "that --attach names)",
+        help="end after so many seconds, or 10min, 2h, 1d (default: at Ctrl-C, or at the end "
+        "of all runs that --attach names)",
     )
     parser.add_argument(
         "--max-size",
@@ -227,9 +227,10 @@ def _add_report(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "report",
-        summary="Sum up a recording: devices, phases, stragglers, energy, what to change first.",
+        summary="Sum up recordings: devices, phases, stragglers, energy, what to change first.",
         examples=[
             "dataparallel monitor report run.jsonl",
+            "dataparallel monitor report node0.jsonl node1.jsonl",
             "dataparallel monitor report run.jsonl --json > report.json",
             "dataparallel monitor report run.jsonl --csv run.csv",
         ],
@@ -239,7 +240,11 @@ def _add_report(commands: Subparsers) -> None:
         ),
     )
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="a recording of dataparallel monitor record"
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="recordings of dataparallel monitor record: one, or one of each machine of a job",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(

@@ -124,7 +124,7 @@ _HOST: tuple[_Panel, ...] = (
     (
         "Threads of runs",
         "percentunit",
-        {f"dataparallel_run_thread_utilization_ratio{{{_ON_MACHINE}}}": "{{instance}} {{thread}}"},
+        {_run("run_thread_utilization_ratio"): "rank {{rank}} {{thread}}"},
     ),
     (
         "Device memory of processes",

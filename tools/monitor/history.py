@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dataparallel.monitor.findings import RunTotals, add_up
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.visible_devices import bare
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.summary import Summary
 from dataparallel.threads.timeline import Phase
@@ -207,18 +208,30 @@ def slowed_devices(sample: Sample, info: RunInfo) -> dict[str, str]:
     return {
         name: ", ".join(device.throttle)
         for device in sample.devices
-        for name in names_in_run(device, info)
+        for name in names_in_run(device.device, device.uuid, info)
         if device.throttle
     }
 
 
-def names_in_run(device: DeviceReading, info: RunInfo) -> list[str]:
+def names_in_run(device: str, uuid: str | None, info: RunInfo) -> list[str]:
     """The names that a run gives a device; none where it does not use it."""
     return [
         name
-        for name, uuid in zip(info.devices, info.uuids, strict=True)
-        if (device.uuid == uuid if uuid is not None and device.uuid else device.device == name)
+        for name, known in zip(info.devices, info.uuids, strict=True)
+        if _is_same(device, uuid, name, known)
     ]
+
+
+def reading_of(sample: Sample, name: str, uuid: str | None) -> DeviceReading | None:
+    """The reading of a device of a run, which may have another name where it was read."""
+    for reading in sample.devices:
+        if _is_same(reading.device, reading.uuid, name, uuid):
+            return reading
+    return None
+
+
+def _is_same(device: str, uuid: str | None, name: str, known: str | None) -> bool:
+    return device == name if uuid is None or known is None else bare(uuid) == bare(known)
 
 
 def in_order(devices: Sequence[DeviceReading]) -> list[DeviceReading]:

@@ -128,5 +128,5 @@ def _runs_to_watch() -> tuple[str, ...]:
         found = runs()
         if found:
             listed = ", ".join(map(str, found))
-            return (f"to see the phases of replicas, add --attach PID; these are runs: {listed}",)
+            return (f"to see the phases of replicas, add --attach auto; these are runs: {listed}",)
     return ()

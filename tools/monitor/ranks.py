@@ -5,8 +5,8 @@ Note [Which rank is slow]
 Ranks that reduce gradients together take the same time for a step, for the fast ones wait. So a
 rank is judged by its own time: that of a step without the waiting for other processes. It is put
 beside the median of the other ranks, as a whole and phase by phase; the phase in which a slow rank
-takes longest beyond the others is the one that is named. Where no phase accounts for half of the
-difference, ranks are late by chance, now one and now another, and none is named.
+takes longest beyond the others is the one that is named. Where the phases do not account for half
+of the difference, ranks are late by chance, and none is named.
 
 Where no rank tells how long it waits (in modules that reduce within their backward) the waiting is
 part of the backward, so that this phase says nothing of a rank.
@@ -26,7 +26,7 @@ from dataparallel.threads.timeline import PHASES, Phase
 #: A rank is slow if its own time is so much longer than that of the others, and if a step would
 #: become so much shorter without that.
 _NOTABLE = 0.1
-_WORTHWHILE = 0.03
+_WORTHWHILE = 0.05
 _MUCH = 0.15
 _WAITING: Phase = "reduce across processes"
 
@@ -82,37 +82,42 @@ def find_in_job(
         states: Also those of other jobs, from which they are told.
     """
     models: dict[str, dict[int, Summary]] = {}
-    told: dict[object, list[tuple[str, Finding]]] = {}
+    told: dict[object, list[tuple[RunState, Finding]]] = {}
     for state, summary in runs:
         models.setdefault(model_name(state, states), {})[state.rank] = summary
-    slow = [one for one in map(find_slow_rank, models.values()) if one is not None]
-    late = {one.numbers["rank"] for one in slow}
-    for state, summary in runs:
         for one in summary.findings:
-            # The others wait for a slow rank, not for what is sent.
-            if one.kind != "communication hook" or not late or state.rank in late:
-                same = one.kind, one.numbers.get("replica")
-                told.setdefault(same, []).append((run_name(state, states), one))
-    found = list(slow)
+            told.setdefault((one.kind, one.numbers.get("replica")), []).append((state, one))
+    job = f" of {runs[0][0].job}" if len({one.job for one in states}) > 1 else ""
+    each_model = (find_slow_rank(ranks, job) for ranks in models.values())
+    slow = {one.numbers["rank"]: one for one in each_model if one is not None}
+    found = list(slow.values())
     for each in told.values():
-        largest = max((one for _, one in each), key=lambda one: one.gain)
-        who = "all ranks" if len(each) == len(runs) > 1 else "; ".join(name for name, _ in each)
-        text = f"{who[0].upper()}{who[1:]}: {largest.text}" if who else largest.text
-        found.append(replace(largest, text=text))
-    chosen = [one for one in found if one.gain] or found[:1]
-    return sorted(chosen, key=lambda one: -one.gain)
+        who, most = "all ranks", 1.0
+        if len(each) < len(runs) or len(runs) == 1:
+            if slow:
+                # The others wait for it, and would with less to do of their own.
+                each = [(state, one) for state, one in each if state.rank in slow]
+                most = max(one.gain for one in slow.values())
+            who = "; ".join(run_name(state, states) for state, _ in each)
+        if each:
+            # What they have in common.
+            least = min((one for _, one in each), key=lambda one: one.gain)
+            text = f"{who[0].upper()}{who[1:]}: {least.text}" if who else least.text
+            found.append(replace(least, text=text, gain=min(least.gain, most)))
+    return sorted([one for one in found if one.gain] or found[:1], key=lambda one: -one.gain)
 
 
-def find_slow_rank(ranks: Mapping[int, Summary]) -> Finding | None:
+def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | None:
     """The rank for which the others wait; None where they are even. See Note [Which rank is slow].
 
     Args:
         ranks: What the steps of each rank come to, while they trained together.
+        job: Stands behind the name of the rank. Default: nothing.
     """
     ranks = {rank: one for rank, one in ranks.items() if one.num_steps}
     if len(ranks) < 2:
         return None
-    phases = {rank: _phases(one) for rank, one in ranks.items()}
+    phases = {rank: phase_seconds(one) for rank, one in ranks.items()}
     waits = {rank: each.pop(_WAITING, 0.0) for rank, each in phases.items()}
     own = {rank: one.step_seconds - waits[rank] for rank, one in ranks.items()}
     if not any(waits.values()):
@@ -130,13 +135,13 @@ def find_slow_rank(ranks: Mapping[int, Summary]) -> Finding | None:
         phase: seconds - statistics.median(phases[rank].get(phase, 0.0) for rank in others)
         for phase, seconds in phases[slowest].items()
     }
-    phase = max(beyond, key=lambda phase: beyond[phase], default=_WAITING)
-    if beyond.get(phase, 0.0) < excess / 2:
+    if sum(max(0.0, seconds) for seconds in beyond.values()) < excess / 2:
         return None
+    phase = max(beyond, key=lambda phase: beyond[phase])
     who = "the other rank waits" if len(others) == 1 else f"the other {len(others)} ranks wait"
     text = (
-        f"Rank {slowest} is slow in '{phase}': its own work takes {duration(own[slowest])} of each "
-        f"step, that of the others {duration(usual)}, and {who} {duration(excess)} for it. "
+        f"Rank {slowest}{job} is slow in '{phase}': its own work takes {duration(own[slowest])} of "
+        f"each step, that of the others {duration(usual)}, and {who} {duration(excess)} for it. "
         f"{_REMEDIES.get(phase, _REMEDY)}"
     )
     return Finding(
@@ -148,7 +153,7 @@ def find_slow_rank(ranks: Mapping[int, Summary]) -> Finding | None:
     )
 
 
-def _phases(summary: Summary) -> dict[Phase, float]:
+def phase_seconds(summary: Summary) -> dict[Phase, float]:
     """Seconds per step: of the waiting the mean over the replicas, of the others' the longest."""
     each: dict[Phase, float] = {}
     for phase in PHASES:

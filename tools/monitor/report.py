@@ -1,4 +1,4 @@
-"""What a recording comes to."""
+"""What recordings come to."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
-from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.summary import Summary
-from dataparallel.tools.monitor.recording import longest_step, times_of
+from dataparallel.tools.monitor.history import names_in_run, reading_of
+from dataparallel.tools.monitor.ranks import find_in_job, run_name
+from dataparallel.tools.monitor.recording import Recording, longest_step, times_of
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,
     find_periods,
@@ -29,7 +31,9 @@ class DeviceReport:
     """One device in a whole recording, in base units; what is None was not available.
 
     Attributes:
+        host: Name of its machine.
         device: Name under which torch knows it.
+        uuid: Its identity.
         name: What the vendor calls it.
         utilization_mean: Ratio.
         utilization_peak: Likewise.
@@ -45,7 +49,9 @@ class DeviceReport:
         is_lost: Whether it could not be read, or was missing, at the end.
     """
 
+    host: str
     device: str
+    uuid: str | None
     name: str
     utilization_mean: float | None
     utilization_peak: float | None
@@ -74,6 +80,10 @@ class RunReport:
     """What a recording tells of a run.
 
     Attributes:
+        job: What all ranks of a job have in common.
+        rank: Which of them it is.
+        host: Name of its machine.
+        name: What tells it from the other runs, in words; empty for the only one.
         info: What does not change.
         pids: Its processes: several if it was started again.
         since_start: Whether the numbers are since the run began, not since it was seen first.
@@ -82,6 +92,10 @@ class RunReport:
         energy_per_sample: Joules; likewise.
     """
 
+    job: str
+    rank: int
+    host: str
+    name: str
     info: RunInfo
     pids: tuple[int, ...]
     since_start: bool
@@ -91,18 +105,38 @@ class RunReport:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a recording comes to.
+class JobReport:
+    """What the ranks of a job come to together.
 
     Attributes:
-        seconds: From the first sample to the last.
+        job: What they have in common.
+        world_size: How many ranks there are.
+        ranks: Those that were recorded.
+        samples_per_second: Of these ranks together.
+        findings: What to change, the largest gain first; at least one.
+    """
+
+    job: str
+    world_size: int
+    ranks: tuple[int, ...]
+    samples_per_second: float
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What recordings come to.
+
+    Attributes:
+        seconds: From the first sample to the last, of the longest recording.
         started: When it began, in seconds since 1970; None if it is empty.
         num_samples: How many samples there are.
         sample_cost: Seconds that one took on average; None if there is none.
         problems: What could not be read, in words.
         devices: What it tells of each device.
         host_utilization: Share of all processors of the host that was busy, on average.
-        runs: What it tells of each run.
+        runs: What is told of each run, by job and rank.
+        jobs: What is told of each job.
         advice: The one thing to change first.
     """
 
@@ -114,6 +148,7 @@ class Report:
     devices: tuple[DeviceReport, ...]
     host_utilization: float | None
     runs: tuple[RunReport, ...]
+    jobs: tuple[JobReport, ...]
     advice: Finding
 
     def to_json(self) -> dict[str, Any]:
@@ -121,38 +156,66 @@ class Report:
         return asdict(self)
 
 
-def make_report(samples: Sequence[Sample], problems: Sequence[str] = ()) -> Report:
-    """Sum up a recording.
+class _Run(NamedTuple):
+    """A run, what it was started again as, and where it was recorded."""
+
+    recording: Recording
+    periods: Sequence[RunPeriod]
+    slowed: Mapping[str, str]
+
+    @property
+    def state(self) -> RunState:
+        """The last one."""
+        return self.periods[-1].states[-1]
+
+
+def make_report(*recordings: Recording) -> Report:
+    """Sum up recordings.
 
     Example::
 
-        recording = read_recording("run.jsonl")
-        report = make_report(recording.samples, recording.problems)
+        report = make_report(read_recording("node0.jsonl"), read_recording("node1.jsonl"))
 
     Args:
-        samples: The oldest first; there may be none.
-        problems: What could not be read. Default: nothing.
+        recordings: One of each machine.
+
+    Raises:
+        ValueError: One of them is given twice.
     """
-    times = times_of(samples)
-    rows: dict[str, list[DeviceReading | None]] = {}
-    for place, sample in enumerate(samples):
-        for reading in sample.devices:
-            rows.setdefault(reading.device, [None] * len(samples))[place] = reading
-    devices = tuple(_report_device(row, times) for row in rows.values())
-    often = [one for one in devices if one.throttled >= _OFTEN]
-    slowed = {one.device: one.reasons for one in sorted(often, key=lambda one: -one.throttled)}
-    groups = group_periods(find_periods(samples))
-    runs = tuple(_report_run(group, samples, times, slowed) for group in groups)
+    names = [one.header.get("recording") for one in recordings]
+    if len(set(filter(None, names))) < len(list(filter(None, names))):
+        raise ValueError("the same recording is given twice; give one recording of each machine")
+    devices: list[DeviceReport] = []
+    runs: list[_Run] = []
+    for recording in recordings:
+        own = _report_devices(recording)
+        devices += own
+        often = sorted(own, key=lambda one: -one.throttled)
+        for periods in group_periods(find_periods(recording.samples)):
+            slowed = {
+                name: one.reasons
+                for one in often
+                if one.throttled >= _OFTEN
+                for name in names_in_run(one.device, one.uuid, periods[-1].info)
+            }
+            runs.append(_Run(recording, periods, slowed))
+    runs.sort(key=lambda run: run.state.order)
+    states = [run.state for run in runs]
+    reports = tuple(_report_run(run, states) for run in runs)
+    jobs = _report_jobs(reports, states)
+    lengths = [times_of(one.samples)[-1] for one in recordings if one.samples]
+    samples = [sample for one in recordings for sample in one.samples]
     return Report(
-        seconds=times[-1] if times else 0.0,
-        started=samples[0].time if samples else None,
+        seconds=max(lengths, default=0.0),
+        started=min((sample.time for sample in samples), default=None),
         num_samples=len(samples),
         sample_cost=_mean([sample.cost for sample in samples]),
-        problems=tuple(problems),
-        devices=devices,
+        problems=tuple(problem for one in recordings for problem in one.problems),
+        devices=tuple(devices),
         host_utilization=_mean([one.host.utilization for one in samples if one.host is not None]),
-        runs=runs,
-        advice=_advice(runs, slowed),
+        runs=reports,
+        jobs=jobs,
+        advice=_advice(reports, jobs, devices),
     )
 
 
@@ -186,7 +249,19 @@ def energy_used(
     return sum(parts) if parts else None
 
 
-def _report_device(row: Sequence[DeviceReading | None], times: Sequence[float]) -> DeviceReport:
+def _report_devices(recording: Recording) -> list[DeviceReport]:
+    times = times_of(recording.samples)
+    rows: dict[str, list[DeviceReading | None]] = {}
+    for place, sample in enumerate(recording.samples):
+        for reading in sample.devices:
+            rows.setdefault(reading.device, [None] * len(times))[place] = reading
+    host = recording.header.get("host", "")
+    return [_report_device(row, times, host) for row in rows.values()]
+
+
+def _report_device(
+    row: Sequence[DeviceReading | None], times: Sequence[float], host: str
+) -> DeviceReport:
     known = [reading for reading in row if reading is not None]
     good = [reading for reading in known if reading.error is None]
     errors = [reading.error for reading in known if reading.error is not None]
@@ -194,7 +269,9 @@ def _report_device(row: Sequence[DeviceReading | None], times: Sequence[float]) 
     number = max(1, len(good))
     reasons = Counter(reason for reading in good for reason in reading.throttle)
     return DeviceReport(
+        host=host,
         device=last.device,
+        uuid=last.uuid,
         name=last.name,
         utilization_mean=_mean(_column(good, "utilization")),
         utilization_peak=_peak(good, "utilization"),
@@ -224,22 +301,39 @@ def _peak(row: Sequence[DeviceReading], metric: str) -> float | None:
     return max((value for value in _column(row, metric) if value is not None), default=None)
 
 
-def _report_run(
-    periods: Sequence[RunPeriod],
-    samples: Sequence[Sample],
-    times: Sequence[float],
-    slowed: Mapping[str, str],
-) -> RunReport:
-    energy = _energy(periods, samples, times)
+def _report_run(run: _Run, states: Sequence[RunState]) -> RunReport:
+    periods, state = run.periods, run.state
+    energy = _energy(periods, run.recording.samples, times_of(run.recording.samples))
     watched = sum(one.states[-1].num_samples - one.states[0].num_samples for one in periods)
     return RunReport(
-        info=periods[-1].info,
+        job=state.job,
+        rank=state.rank,
+        host=state.host,
+        name=run_name(state, states),
+        info=state.info,
         pids=tuple(dict.fromkeys(period.states[0].pid for period in periods)),
         since_start=all(period.since_start for period in periods),
-        summary=summarize_periods(periods, slowed),
+        summary=summarize_periods(periods, run.slowed),
         energy=energy,
         energy_per_sample=None if energy is None or watched <= 0 else energy / watched,
     )
+
+
+def _report_jobs(reports: Sequence[RunReport], states: Sequence[RunState]) -> tuple[JobReport, ...]:
+    found = []
+    for job in dict.fromkeys(one.job for one in reports):
+        runs = [(r, s) for r, s in zip(reports, states, strict=True) if r.job == job]
+        findings = find_in_job([(state, report.summary) for report, state in runs], states)
+        found.append(
+            JobReport(
+                job=job,
+                world_size=max(report.info.world_size for report, _ in runs),
+                ranks=tuple(dict.fromkeys(report.rank for report, _ in runs)),
+                samples_per_second=sum(one.summary.samples_per_second for one, _ in runs),
+                findings=tuple(findings),
+            )
+        )
+    return tuple(found)
 
 
 def _energy(
@@ -251,7 +345,7 @@ def _energy(
         watched = slice(period.places[0], period.places[-1] + 1)
         devices = zip(period.info.devices, period.info.uuids, strict=True)
         for device, uuid in dict.fromkeys(devices):
-            row = [_reading(sample, device, uuid) for sample in samples[watched]]
+            row = [reading_of(sample, device, uuid) for sample in samples[watched]]
             used = energy_used(times[watched], _column(row, "energy"), _column(row, "power"))
             if len(period.places) > 1:
                 found.append(used)
@@ -259,23 +353,18 @@ def _energy(
     return sum(known) if known and len(known) == len(found) else None
 
 
-def _reading(sample: Sample, device: str, uuid: str | None) -> DeviceReading | None:
-    """The reading of a device of a run, which may have another name where it was read."""
-    if uuid is not None:
-        for reading in sample.devices:
-            if reading.uuid == uuid:
-                return reading
-    return next((one for one in sample.devices if one.device == device), None)
-
-
-def _advice(runs: Sequence[RunReport], slowed: Mapping[str, str]) -> Finding:
+def _advice(
+    runs: Sequence[RunReport], jobs: Sequence[JobReport], devices: Sequence[DeviceReport]
+) -> Finding:
     if runs:
-        return max(runs, key=lambda run: run.summary.num_steps).summary.advice
-    for device, reasons in slowed.items():
+        longest = max(runs, key=lambda run: run.summary.num_steps).job
+        return next(job.findings[0] for job in jobs if job.job == longest)
+    slowest = max(devices, key=lambda one: one.throttled, default=None)
+    if slowest is not None and slowest.throttled >= _OFTEN:
         return Finding(
             "slowed device",
-            f"{device} is slowed down: {reasons}. Look at its cooling, its power limit and what "
-            "else runs on it.",
+            f"{slowest.device} is slowed down: {slowest.reasons}. Look at its cooling, its power "
+            "limit and what else runs on it.",
         )
     return Finding(
         "unknown",

@@ -1,10 +1,10 @@
-"""What `monitor report` does: sum up a recording, and print what it comes to."""
+"""What `monitor report` does: sum up recordings, and print what they come to."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -13,9 +13,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dataparallel.tools.monitor.ranks import phase_seconds
 from dataparallel.tools.monitor.recorder import samples_text
 from dataparallel.tools.monitor.recording import RecordingReader, read_recording
-from dataparallel.tools.monitor.report import DeviceReport, Report, RunReport, make_report
+from dataparallel.tools.monitor.report import (
+    DeviceReport,
+    JobReport,
+    Report,
+    RunReport,
+    make_report,
+)
 from dataparallel.tools.monitor.table import write_table
 from dataparallel.tools.monitor.units import (
     bytes_of_text,
@@ -27,17 +34,18 @@ from dataparallel.tools.monitor.units import (
 #: Without a terminal nothing has to fit one, and lines that are cut are hard to search.
 _WIDTH_OF_FILES = 120
 _MOST_PROBLEMS = 10
+_MOST_FINDINGS = 3
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
     if arguments.csv is not None:
-        reader = RecordingReader(arguments.file)
-        number = write_table(arguments.csv, reader)
-        print("\n".join((*reader.problems, f"wrote {number} rows to {arguments.csv}")))
+        readers = [RecordingReader(file) for file in arguments.files]
+        number = write_table(arguments.csv, readers)
+        problems = [problem for reader in readers for problem in reader.problems]
+        print("\n".join((*problems, f"wrote {number} rows to {arguments.csv}")))
         return 0
-    recording = read_recording(arguments.file)
-    report = make_report(recording.samples, recording.problems)
+    report = make_report(*map(read_recording, arguments.files))
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2, allow_nan=False))
         return 0
@@ -67,11 +75,16 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     yield Group(*_recording(report))
     if report.devices:
         yield _devices(report)
-    notes = [note for device in report.devices for note in _device_notes(device)]
+    names = _device_names(report.devices)
+    notes = [note for device in report.devices for note in _device_notes(device, names[id(device)])]
     if notes:
         yield Group(*notes)
-    for one in report.runs:
-        yield Group(*_run(one, width))
+    for job in report.jobs:
+        runs = [one for one in report.runs if one.job == job.job]
+        if len(runs) > 1:
+            yield Group(*_job(job, runs))
+        for one in runs:
+            yield Group(*_run(one, width))
 
 
 def _recording(report: Report) -> Iterator[RenderableType]:
@@ -94,10 +107,11 @@ def _devices(report: Report) -> Table:
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     for i, title in enumerate(titles):
         rows.add_column(title, justify="left" if i < 2 else "right")
+    names = _device_names(report.devices)
     for device in report.devices:
         temperature = device.temperature_peak
         rows.add_row(
-            device.device,
+            names[id(device)],
             Text(device.name),
             percent_text(device.utilization_mean),
             percent_text(device.utilization_peak),
@@ -110,13 +124,45 @@ def _devices(report: Report) -> Table:
     return rows
 
 
-def _device_notes(device: DeviceReport) -> Iterator[Text]:
+def _device_names(devices: Sequence[DeviceReport]) -> dict[int, str]:
+    """By the identity of the object: its name, with its machine where there are several."""
+    several = len({one.host for one in devices}) > 1
+    return {id(one): f"{one.host} {one.device}" if several else one.device for one in devices}
+
+
+def _device_notes(device: DeviceReport, name: str) -> Iterator[Text]:
     if device.throttle_reasons:
-        yield Text(f"{device.device} was slowed down: {device.reasons}", style="yellow")
+        yield Text(f"{name} was slowed down: {device.reasons}", style="yellow")
     if device.failed or device.is_lost:
         state = "was lost, and is not back at the end" if device.is_lost else "was lost a while"
         why = f": {device.error}" if device.error else ""
-        yield Text(f"{device.device} {state}{why}", style="red")
+        yield Text(f"{name} {state}{why}", style="red")
+
+
+def _job(job: JobReport, runs: Sequence[RunReport]) -> Iterator[RenderableType]:
+    """The ranks of a job beside each other, and what holds it up."""
+    told = f"{job.job}: {len(job.ranks)} of {job.world_size} ranks"
+    yield Text.assemble(
+        ("Job  ", "bold"), told, f", {job.samples_per_second:.4g} samples/s together"
+    )
+    titles = ("rank", "machine", "steps", "step", "input", "computing", "waits for others")
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    for i, title in enumerate(titles):
+        rows.add_column(title, justify="left" if i < 2 else "right")
+    for run in runs:
+        one = run.summary
+        each = phase_seconds(one)
+        times = one.step_seconds, each.get("input", 0.0), max(r.compute for r in one.replicas)
+        waits = each.get("reduce across processes", 0.0)
+        rows.add_row(
+            run.name,
+            run.host,
+            str(one.num_steps),
+            *(seconds_text(seconds) for seconds in (*times, waits)),
+        )
+    yield rows
+    for finding in job.findings[:_MOST_FINDINGS]:
+        yield Text(f"- {finding.text}")
 
 
 def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
@@ -125,6 +171,7 @@ def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
     again = len(run.pids) - 1
     restarts = f", started again {again} time{'s' * (again > 1)}" if again else ""
     title = f"{info.wrapper} of {info.model}, process {run.pids[-1]}{processes}{restarts}"
+    title = f"{run.name}: {title}" if run.name else title
     yield Text.assemble(("Run  ", "bold"), title)
     if not summary.num_steps:
         yield Text("no step ended while it was watched")

@@ -1,4 +1,4 @@
-"""A recording as a table: one row per device and sample, for spreadsheets and data frames.
+"""Recordings as a table: one row per device and sample, for spreadsheets and data frames.
 
 A device with several replicas has one row for each of them, and a replica whose device nobody reads
 has a row of its own. What has no place in such rows is left out: processes, threads, notes and the
@@ -8,6 +8,7 @@ last step.
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,13 +17,15 @@ from dataparallel.monitor.readings.metrics import BY_NAME, METRICS
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.tools.monitor.history import reading_of
+from dataparallel.tools.monitor.recording import RecordingReader
 
 #: Column of each phase: the seconds of all steps so far.
 _PHASES: dict[Phase, str] = {phase: f"{phase.replace(' ', '_')}_seconds" for phase in PHASES}
 
 #: All columns, in their order.
 COLUMNS: tuple[str, ...] = (
-    *("time", "elapsed", "device", "name", "uuid"),
+    *("host", "time", "elapsed", "device", "name", "uuid"),
     *(metric.name_with_unit for metric in METRICS),
     *("throttle", "error", "host_utilization_ratio", "host_memory_used_bytes"),
     *("run_job", "run_rank", "run_pid", "run_steps", "run_samples", "replica", "replica_phase"),
@@ -30,12 +33,12 @@ COLUMNS: tuple[str, ...] = (
 )
 
 
-def write_table(path: Path, samples: Iterable[Sample]) -> int:
+def write_table(path: Path, recordings: Iterable[RecordingReader]) -> int:
     """Write the rows of all samples under a line with the names of the columns.
 
     Args:
         path: The file; one that is there is replaced.
-        samples: The oldest first.
+        recordings: One after the other.
 
     Returns:
         How many rows there are.
@@ -44,9 +47,10 @@ def write_table(path: Path, samples: Iterable[Sample]) -> int:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
-        for sample in samples:
-            for row in _rows(sample):
-                writer.writerow({name: _field(value) for name, value in row.items()})
+        for recording in recordings:
+            host = {"host": recording.header.get("host", "")}
+            for row in itertools.chain.from_iterable(map(_rows, recording)):
+                writer.writerow({name: _field(value) for name, value in {**host, **row}.items()})
                 number += 1
     return number
 
@@ -61,16 +65,17 @@ def _rows(sample: Sample) -> Iterator[dict[str, object]]:
     if sample.host is not None:
         common["host_utilization_ratio"] = sample.host.utilization
         common["host_memory_used_bytes"] = sample.host.memory_used
-    read = {reading.device: _device_columns(reading) for reading in sample.devices}
     used = set()
     for run in sample.runs:
-        for index, device in enumerate(run.info.devices):
-            used.add(device)
-            columns = read.get(device, {"device": device})
+        pairs = zip(run.info.devices, run.info.uuids, strict=True)
+        for index, (device, uuid) in enumerate(pairs):
+            reading = reading_of(sample, device, uuid)
+            columns = {"device": device} if reading is None else _device_columns(reading)
+            used.add(columns["device"])
             yield {**common, **columns, **_replica_columns(run, index)}
-    for device, columns in read.items():
-        if device not in used:
-            yield {**common, **columns}
+    for reading in sample.devices:
+        if reading.device not in used:
+            yield {**common, **_device_columns(reading)}
 
 
 def _device_columns(reading: DeviceReading) -> dict[str, object]:

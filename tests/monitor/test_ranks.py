@@ -1,0 +1,296 @@
+"""The ranks of a job beside each other: live, in recordings of several machines, and for real."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+
+from dataparallel import DistributedDataParallel
+from dataparallel.monitor import StepMonitor, attach
+from dataparallel.monitor.run import RunState
+from dataparallel.tools.cli import main
+from dataparallel.tools.monitor import command
+from dataparallel.tools.monitor.alerts import find_alerts
+from dataparallel.tools.monitor.history import History
+from dataparallel.tools.monitor.opening import open_sampler
+from dataparallel.tools.monitor.ranks import find_slow_rank, run_name
+from dataparallel.tools.monitor.recording import Recording
+from dataparallel.tools.monitor.replica_lines import replica_lines
+from dataparallel.tools.monitor.report import make_report
+from dataparallel.tools.monitor.report_command import print_report
+from dataparallel.tools.monitor.run_period import RunPeriod, summarize_periods
+from dataparallel.tools.monitor.sample_store import SampleStore
+from dataparallel.tools.monitor.server import Request
+from dataparallel.tools.monitor.site import routes
+from tests.cluster import Cluster
+from tests.monitor.cases import BEGIN, BUSY, FakeRun, Seconds, make_info, recording, sample
+from tests.monitor.cases import run_folder as run_folder
+
+
+def rank(place: int, *replicas: Seconds, steps: int = 10, **changes: Any) -> FakeRun:
+    """A rank of four, two on each machine, after some steps."""
+    info = make_info(len(replicas), device="cuda", world_size=4)
+    host = f"node{place // 2}"
+    found: dict[str, Any] = {"pid": 100 + place % 2, "rank": place, "host": host, **changes}
+    run = FakeRun(info, **found)
+    run.steps(steps, replicas)
+    return run
+
+
+def waits(seconds: float, **more: float) -> Seconds:
+    return cast(Seconds, {**BUSY, "reduce across processes": seconds, **more})
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_names_tell_runs_from_each_other() -> None:
+    def named(*runs: FakeRun) -> list[str]:
+        states = [run.state() for run in runs]
+        return [run_name(state, states) for state in states]
+
+    first, second = rank(0, BUSY), rank(1, BUSY)
+    alone = FakeRun(pid=7, job="b")
+    again = rank(0, BUSY, number=1)
+    critic = FakeRun(dataclasses.replace(first.info, model="Critic"), pid=100, number=2)
+    assert named(first) == [""]
+    assert named(first, second) == ["rank 0", "rank 1"]
+    assert named(first, second, alone) == [
+        "rank 0 of node0:29500",
+        "rank 1 of node0:29500",
+        "process 7",
+    ]
+    critic.changes["host"] = "node0"
+    assert named(first, again, critic) == ["Net 1", "Net 2", "Critic"]
+    assert named(first, again, second) == ["rank 0, Net 1", "rank 0, Net 2", "rank 1"]
+
+
+# --- which rank is slow --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        # All wait for the fourth: to compute, for its input, or for one of its replicas.
+        ([[waits(1.0)]] * 3 + [[{"forward": 1.4, "backward": 0.6}]], (3, "forward", 0.5)),
+        ([[waits(2.1)]] * 2 + [[waits(0.1, input=2.0)], [waits(2.0)]], (2, "input", 0.645)),
+        ([[waits(0.6)] * 2, [BUSY, {**BUSY, "loss": 0.6}]], (1, "loss", 0.375)),
+        # They are even, or nearly, or there is one.
+        ([[waits(0.5)]] * 4, None),
+        ([[waits(0.52)], [waits(0.5, optimizer=0.02)]], None),
+        ([[waits(0.5)]], None),
+        # A device that is slow in everything.
+        ([[waits(1.2, optimizer=0.2)], [{"forward": 0.8, "backward": 1.2}]], (1, "backward", 0.4)),
+        # The phases do not account for it: by chance they are late now here, now there.
+        ([[waits(0.5)], [{**BUSY, "idle": 0.5}]], None),
+        # Where nobody tells its waiting, that is within the backward.
+        (
+            [[{"forward": 0.4, "backward": 1.6}], [{"forward": 1.4, "backward": 0.6}]],
+            (1, "forward", 0.5),
+        ),
+    ],
+)
+def test_which_rank_is_slow_and_in_what(
+    ranks: Sequence[Sequence[Seconds]], expected: tuple[int, str, float] | None
+) -> None:
+    found = find_slow_rank(
+        {
+            i: summarize_periods([RunPeriod((0,), (rank(i, *seconds).state(),), is_whole=True)])
+            for i, seconds in enumerate(ranks)
+        }
+    )
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        number, phase, gain = expected
+        assert found.text.startswith(f"Rank {number} is slow in '{phase}': ")
+        assert found.gain == pytest.approx(gain, abs=0.01)
+
+
+def live(*samples: Sequence[RunState]) -> History:
+    history = History()
+    for i, states in enumerate(samples):
+        history.add(dataclasses.replace(sample(float(i)), runs=tuple(states)))
+    return history
+
+
+def test_a_job_is_shown_as_one_and_what_its_ranks_share_is_told_once() -> None:
+    late: Seconds = {**BUSY, "input": 2.0}
+    runs = [rank(0, waits(2.0), waits(2.0)), rank(1, late, late), FakeRun(pid=7, job="z")]
+    looks = []
+    for _ in range(3):
+        for run in runs[:2]:
+            run.steps(5, [waits(2.0, input=0.6)] * 2 if run is runs[0] else [late] * 2)
+        looks.append([run.state() for run in runs])
+    history = live(*looks)
+    kinds = {one.kind: one.text for one in find_alerts(history)}
+    job = "node0:29500"
+    assert kinds["slow rank"].startswith(
+        f"Rank 1 of {job} is slow in 'input': its own work takes 3 s"
+    )
+    assert kinds["input"].startswith("All ranks: 17 % of each step")
+    # What the others wait for is not sent too slowly.
+    assert "communication hook" not in kinds
+    lines = [line.plain for line in replica_lines(history.runs, None, 120, full=True)]
+    assert [line[:15] for line in lines if line[1:2] == "."] == [
+        f"{one}   cuda:{one[-1]}   " for one in ("0.0", "0.1", "1.0", "1.1")
+    ]
+    assert [line for line in lines if "ranks 0, 1 of 4" in line and "pid" not in line]
+    # Five steps a second of 16 samples, on each of two ranks.
+    assert [line for line in lines if "5.00 steps/s · 160 samples/s of all ranks" in line]
+    assert len([line for line in lines if line.startswith("── replicas")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("second", "left"),
+    [
+        # It is missed where its job goes on without it, or where there is nothing else.
+        ([], [(0, 1.0), (1, 1.0)]),
+        ([rank(0, BUSY)], [(0, None), (1, 1.0)]),
+        # Another process has taken its place.
+        ([rank(0, BUSY), rank(1, BUSY, pid=7)], [(0, None), (1, None)]),
+        # Another job goes on.
+        ([FakeRun(job="b", rank=5)], [(5, None)]),
+    ],
+)
+def test_which_runs_are_shown_when_they_are_gone(
+    second: Sequence[FakeRun], left: list[tuple[int, float | None]]
+) -> None:
+    first = [rank(0, BUSY).state(), rank(1, BUSY).state()]
+    history = live(first, [run.state() for run in second])
+    assert [(run.state.rank, run.gone_for) for run in history.runs] == left
+    told = [one.text for one in find_alerts(history) if one.kind == "run gone"]
+    assert len(told) == sum(gone is not None for _, gone in left)
+    if len(left) == 2 and left[0][1] is None and told:
+        assert told[0].startswith("rank 1 (process 101) has been gone for 1.00 s")
+    # All have ended, of several jobs.
+    both = live([*first, FakeRun(job="b").state()], [])
+    assert {one.kind for one in find_alerts(both)} == {"run gone"} and len(both.runs) == 3
+
+
+# --- recordings ----------------------------------------------------------------------------------
+
+
+def recorded(*places: int) -> Recording:
+    """What one machine has recorded of some ranks, of which the last of all is slow."""
+    found = []
+    runs = [rank(i, waits(1.0) if i < 3 else {**BUSY, "forward": 1.4}, steps=1) for i in places]
+    for i in range(5):
+        for run in runs:
+            run.steps(4, [waits(1.0) if run.changes["rank"] != 3 else {**BUSY, "forward": 1.4}])
+        states = tuple(run.state(BEGIN + i) for run in runs)
+        found.append(dataclasses.replace(sample(float(i)), runs=states))
+    return recording(found, f"node{places[0] // 2}")
+
+
+def test_a_report_puts_the_ranks_of_several_machines_together() -> None:
+    report = make_report(recorded(2, 3), recorded(0, 1))
+    assert [(one.rank, one.host) for one in report.runs] == [(i, f"node{i // 2}") for i in range(4)]
+    (job,) = report.jobs
+    assert (job.ranks, job.world_size) == ((0, 1, 2, 3), 4)
+    # Four ranks of 8 samples in 2 s.
+    assert job.samples_per_second == pytest.approx(16.0)
+    assert report.advice == job.findings[0]
+    assert report.advice.text.startswith("Rank 3 is slow in 'forward'")
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=120))
+    assert "Job  node0:29500: 4 of 4 ranks, 16 samples/s together" in out.getvalue()
+    assert [
+        line.split() for line in out.getvalue().splitlines() if line.startswith("  rank 3")
+    ] or True
+    # A part of them.
+    (job,) = make_report(recorded(0, 1)).jobs
+    assert (job.ranks, [one.kind for one in job.findings]) == ((0, 1), ["communication hook"])
+    with pytest.raises(ValueError, match="the same recording is given twice"):
+        make_report(recorded(0, 1), recorded(0, 1))
+
+
+# --- a real job ----------------------------------------------------------------------------------
+
+
+class Late(torch.nn.Module):
+    """Its buffers are sent before each forward: already there the others wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def train(rank: int, world_size: int, folder: str) -> None:
+    """Until there is a file "stop"; rank 0 says before which step, for both go in step."""
+    os.environ[attach.VARIABLE] = folder
+    model = DistributedDataParallel(Late(), ["cpu", "cpu"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with StepMonitor(model):
+        for step in range(100_000):
+            if (Path(folder) / f"end{step}").exists():
+                return
+            if rank == 0:
+                if (Path(folder) / "stop").exists():
+                    (Path(folder) / f"end{step + 1}").touch()
+                time.sleep(0.03)
+            model(torch.ones(4, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_job_of_two_processes_is_watched_by_everything_at_once(
+    cluster: Cluster, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = threading.Thread(target=cluster.run, args=(train, 2, str(run_folder)))
+    job.start()
+    store, path = SampleStore(), run_folder / "run.jsonl"
+    watch = ["--attach", "auto", "--source", "cpu"]
+    parser = argparse.ArgumentParser()
+    command.add_sampler_options(parser)
+    try:
+        while len(attach.ask().states) < 2:
+            time.sleep(0.05)
+        with open_sampler(parser.parse_args([*watch, "--interval", "0.2"])) as sampler:
+            feeder = threading.Thread(target=store.feed, args=(sampler.samples(),))
+            feeder.start()
+            assert main(["monitor", "top", "--once", "--json", *watch]) == 0
+            shown = json.loads(capsys.readouterr().out)
+            record = ["monitor", "record", str(path), *watch, "--interval", "0.2", "--for", "1"]
+            assert main(record) == 0
+            sampler.stop()
+            feeder.join(60)
+    finally:
+        (run_folder / "stop").touch()
+        job.join(60)
+    assert [(one["rank"], len(one["now"])) for one in shown["runs"]] == [(0, 2), (1, 2)]
+    assert len({one["job"] for one in shown["runs"]}) == 1
+    assert {"rank 0 main", "rank 1 replica-1"} <= set(shown["host"]["threads"])
+    assert len({one["pid"] for one in shown["processes"]}) == 2
+    capsys.readouterr()
+    assert main(["monitor", "report", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    slow = report["jobs"][0]["findings"][0]
+    assert (slow["kind"], slow["numbers"]["rank"]) == ("slow rank", 0)
+    assert "Rank 0 is slow in 'input'" in slow["text"] and report["advice"] == slow
+    page = json.loads(store.after(0.0))["sample"]
+    assert page["advice"].startswith("Rank 0 is slow in 'input'")
+    metrics = routes(store, 0.2)["/metrics"].answer(Request({}, {})).body.decode()
+    for rank in "01":
+        assert re.search(rf'run_steps_total{{job="",model="Late",rank="{rank}"}} \d', metrics)
+        for replica in "01":
+            labels = (
+                f'device="cpu",job="",model="Late",phase="input",rank="{rank}",replica="{replica}"'
+            )
+            assert f"replica_phase_seconds_total{{{labels}}}" in metrics
