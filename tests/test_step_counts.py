@@ -27,8 +27,8 @@ FOLDERS = tuple(f"{folder}/" for folder in (PACKAGE, PACKAGE.parent / "kernels")
 #: The most that a step runs: files, functions, calls for no layers, and calls for each layer. They
 #: only fall.
 MOST = {
-    "DataParallel": (18, 131, 181, 2.0),
-    "DistributedDataParallel": (24, 171, 282, 0.0),
+    "DataParallel": (18, 129, 179, 2.0),
+    "DistributedDataParallel": (24, 168, 279, 0.0),
 }
 
 #: Numbers of layers of the two models that are counted.
