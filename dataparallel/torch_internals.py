@@ -543,6 +543,12 @@ def mark_constant(function: FunctionT) -> FunctionT:
     return function
 
 
+def is_compilers(function: Any) -> bool:
+    """Whether this is a function of the compiler, which may bear another one's name and module."""
+    names: Any = getattr(function, "__globals__", {})
+    return str(names.get("__name__")).startswith("torch._dynamo.")
+
+
 def is_anything_compiled() -> bool:
     """Whether something was compiled in this process, or is to be."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")

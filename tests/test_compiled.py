@@ -385,18 +385,37 @@ class Watched(nn.Module):
         return any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 
+def substitutions(call: Callable[[], object]) -> int:
+    """How often a call goes on to what a reference of a module leads to."""
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls.count("substitute")
+
+
 def test_wrapped_functions_of_the_compiler_are_cloned_without_going_over_the_layers() -> None:
     def count(num_layers: int) -> int:
         net = compile_whole(nn.Sequential(*(nn.Linear(2, 2) for _ in range(num_layers))))
-        calls: list[str] = []
-        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name))
-        try:
-            dataparallel.replicate(net, CPU)
-        finally:
-            sys.setprofile(None)
-        return calls.count("substitute")
+        return substitutions(lambda: dataparallel.replicate(net, CPU))
 
     assert 0 < count(12) == count(2)
+
+
+@pytest.mark.parametrize("how", [compile_whole, compile_in_place, compile_nested])
+def test_clones_of_compiled_modules_stand_until_a_reference_leads_elsewhere(how: Any) -> None:
+    bare, net = twins()
+    model = dataparallel.DistributedDataParallel(how(net), ["cpu"] * 2)
+    x = batch(8, 4)
+    for _ in range(3):
+        compare(model, bare, x)
+    assert substitutions(lambda: model(x)) == 0
+    vars(net)["forward"] = lambda x: layer(x)
+    for name, size in (("first", 4), ("norm", 8), ("second", 8)):
+        layer, x = net.get_submodule(name), batch(8, size)
+        torch.testing.assert_close(model(x), bare.get_submodule(name)(x))
 
 
 @pytest.mark.parametrize(("wrap", "in_turn"), [(compile_whole, 2), (lambda net: net, 1)])

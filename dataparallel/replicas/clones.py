@@ -18,7 +18,7 @@ with the bare module. They are filled again only if something has changed: an at
 buffer or submodule of the original or of a clone is another object than before, a container that
 held nothing but numbers and names, such as an empty table of hooks, holds something else, or a
 module is of another class. Modules with attributes that may lead to tensors or modules are filled
-anew each time.
+anew each time, unless only what ``torch.compile`` has made leads there, and to modules alone.
 """
 
 from __future__ import annotations
@@ -93,11 +93,15 @@ class Parts:
         self._registered = parameters.keys() | buffers.keys()
         #: By the index of a module, the attributes of it that may lead to a tensor or a module.
         self.references: dict[int, list[str]] = {}
+        #: Those that may lead elsewhere at each forward.
+        self.loose: dict[int, list[str]] = {}
         plain: list[Any] = []
         for index, attributes in enumerate(tables[::4]):
             for name, value in attributes.items():
                 if name not in REGISTRIES and may_refer(value):
                     self.references.setdefault(index, []).append(name)
+                    if not _is_compilers(value):
+                        self.loose.setdefault(index, []).append(name)
                 elif isinstance(value, (dict, list, set)) and name not in REGISTRIES:
                     plain.append(value)
         self._plain = _contents(list(filter(None, plain)))
@@ -121,7 +125,7 @@ class Parts:
                 found[id(part)] = part
             return part
 
-        for index, names in self.references.items():
+        for index, names in self.loose.items():
             for name in names:
                 substitute(self.modules[index].__dict__[name], note)
         return list(found.values())
@@ -287,7 +291,7 @@ class ModuleClones:
                 "prepared; replace them between two forwards"
             )
         self._num_replicas, parts = num_replicas, self._parts
-        indices: Iterable[int] = parts.references
+        indices: Iterable[int] = parts.loose
         if not self._filled:
             home = self._devices[0]
             # One replica that is trained may be on several devices itself.
@@ -338,7 +342,7 @@ class ModuleClones:
             self._set(parts.buffers, values, detach=detach)
             if self._filled:
                 self._set_buffers(parts)
-        if parts.references:
+        if parts.loose:
             # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there,
             # and one that a forward computed belongs to the graph of that forward.
             home = self._devices[0]
@@ -589,6 +593,16 @@ def may_refer(value: Any) -> bool:
     return isinstance(
         value, (torch.Tensor, nn.Module, types.MethodType, functools.partial, weakref.ref)
     )
+
+
+def _is_compilers(value: Any, inside: frozenset[int] = frozenset()) -> bool:
+    """Whether only functions of the compiler, which nobody changes, lead from here to modules."""
+    if not may_refer(value) or isinstance(value, nn.Module) or id(value) in inside:
+        return True
+    follows = isinstance(value, types.MethodType) or torch_internals.is_compilers(value)
+    if not follows and not (inside and isinstance(value, dict)):
+        return False
+    return all(_is_compilers(part, inside | {id(value)}) for part in _opened(value)[0])
 
 
 def _contents(containers: Sequence[Any]) -> list[Any]:
