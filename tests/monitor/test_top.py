@@ -166,6 +166,8 @@ def test_what_costs_much_is_told_as_the_report_tells_it(
     assert [(one.kind, one.gain) for one in found if one.gain] == (
         [(kind, report.advice.gain)] if is_shown else []
     )
+    # The first advice is shown in any case.
+    assert str(report.advice)[:30] in draw(*shown) and ("▸ " in draw(*shown)) != is_shown
     # A device of the run that is slowed down can get less to do.
     assert ["balance" in one.text for one in found if "look at its cooling" in one.text] == (
         [True] if throttle else []

@@ -81,6 +81,12 @@ def changes_of_jobs(history: History) -> dict[str, list[Finding]]:
     return {job: find_in_job(runs, states) for job, runs in there.items()}
 
 
+def first_advice(history: History) -> Finding | None:
+    """What to change first in the jobs that are there, also where it is no warning."""
+    found = [one for each in changes_of_jobs(history).values() for one in each[:1] if one.gain]
+    return max(found, key=lambda one: one.gain, default=None)
+
+
 def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:
     name = device.device
     found = []

@@ -12,7 +12,7 @@ from rich.text import Text
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
+from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts, first_advice
 from dataparallel.tools.monitor.bars import (
     ACCENT,
     ALARM,
@@ -49,11 +49,15 @@ class View:
         self.history = History()
         self._interval = interval
         self._alerts: list[Finding] = []
+        self._advice: Finding | None = None
 
     def add(self, sample: Sample) -> None:
         """Show this sample from now on."""
         self.history.add(sample)
         self._alerts = find_alerts(self.history)
+        self._advice = first_advice(self.history)
+        if self._advice is not None and self._advice not in self._alerts:
+            self._alerts.append(self._advice)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -83,9 +87,8 @@ class View:
 
     def summary(self, width: int, most: int = 2) -> list[Text]:
         """What is worst and what to change first, a line each, and how much more there is."""
-        advice = [one for one in self._alerts if one.gain][:1]
-        others = [one for one in self._alerts if one not in advice][:most]
-        shown = sorted([*others, *advice], key=self._alerts.index)
+        others = [one for one in self._alerts if one != self._advice][:most]
+        shown = [one for one in self._alerts if one in others or one == self._advice]
         lines = [_alert_text(one, is_short=True) for one in shown]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
@@ -163,7 +166,9 @@ def _alert_text(alert: Finding, *, is_short: bool = False) -> Text:
         told = f"steps up to {units.percent_text(alert.gain)} shorter: {clean(alert.text)}"
     if alert.severity == "error":
         return Text(f"✖ {told}", f"bold {ALARM}")
-    return Text(f"▲ {told}", WARNING)
+    if alert.severity == "warning":
+        return Text(f"▲ {told}", WARNING)
+    return Text(f"▸ {told}", ACCENT)
 
 
 def _host_line(host: HostReading, width: int) -> Text:
