@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dataparallel.monitor.readings.reading import ProcessReading
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.bars import ACCENT, WARNING, clean, column
+from dataparallel.tools.monitor.bars import ACCENT, WARNING, clean
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def table(
     """
     heads = [one.name + marks.get(one.name, "") for one in COLUMNS]
     texts = [heads, *([one.text(row) for one in COLUMNS] for row in rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
     lines = []
     for row, cells in zip((None, *rows), texts, strict=True):
         pid = None if row is None else row.process.pid
@@ -153,9 +153,9 @@ def table(
             sign, style = ">", f"bold {ACCENT}"
         if pid in tagged:
             sign, style = "●", f"bold {WARNING}"
-        line = Text(sign, style)
+        padded = [sign]
         for one, cell, width in zip(COLUMNS, cells, widths, strict=True):
-            line.append("  ").append_text(column(cell, width, right=one.is_number))
-        line.rstrip()
-        lines.append(line)
+            room = " " * (width - cell_len(cell))
+            padded.append(room + cell if one.is_number else cell + room)
+        lines.append(Text("  ".join(padded).rstrip(), style))
     return lines, list(itertools.accumulate((width + 2 for width in widths), initial=1))[1:]
