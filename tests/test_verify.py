@@ -138,6 +138,16 @@ def test_one_changed_element_is_found(slots: list[str]) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_memory_that_was_replaced_is_no_difference(slots: list[str]) -> None:
+    module = nn.Linear(3, 2)
+    model = DistributedDataParallel(module, slots)
+    x = torch.randn(6, 3, device=model.device)
+    model(x)
+    module.weight.data = torch.ones_like(module.weight)
+    model.check_replicas()
+    torch.testing.assert_close(model(x), module(x))
+
+
 def two(second: float) -> TwoTensor:
     return TwoTensor(torch.ones(2), torch.full((2,), second))
 

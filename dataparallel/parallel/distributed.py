@@ -637,6 +637,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             training = self._build()
         leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.
+        leaves.follow()
         leaves.values.carry()
         originals = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         names = [

@@ -218,7 +218,6 @@ class Values:
 
     def carry(self) -> None:
         """Copy again what changes that have left a trace have made stale, and nothing else."""
-        self._states.now()
         places, traces = self._used, self._traces()
         self._copy(places, [place.stale(traces) for place in places], traces)
 
