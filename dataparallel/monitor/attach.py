@@ -119,8 +119,8 @@ def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
     states, problems = [], []
     for owner in dict.fromkeys(silent):
         problems.append(
-            f"process {owner} has not answered within {timeout:g} seconds; it may be stopped, or "
-            "be in a call that lets no other thread run"
+            f"process {owner} has not answered within {timeout:g} s; it may be stopped, or be in a "
+            "call that lets no other thread run"
         )
     for owner, told in answers:
         # Nothing is told by a run that ends just now.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -247,7 +248,11 @@ def name_of_job() -> str:
     # Each machine calls itself so.
     address = host if _is_loopback(address) else address
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return f"{address}:{port}" if name == "none" else f"{name} at {address}:{port}"
+    # Without a name torchrun takes "none", or makes up 32 digits.
+    is_given = name != "none" and not re.fullmatch(
+        r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", name
+    )
+    return f"{name} at {address}:{port}" if is_given else f"{address}:{port}"
 
 
 def _is_loopback(address: str) -> bool:

@@ -128,7 +128,7 @@ def test_all_runs_answer_and_one_that_hangs_delays_them_no_further(run_folder: P
     answers = ask(timeout=2)
     assert time.monotonic() - began < 4
     assert answers.states == ask(ME).states and len(answers.states) == 4
-    silent = [f"process {PID + i} has not answered within 2 seconds" for i in range(3)]
+    silent = [f"process {PID + i} has not answered within 2 s" for i in range(3)]
     assert [text.partition(";")[0] for text in answers.problems] == silent
     for publisher in publishers:
         publisher.close()
@@ -211,7 +211,7 @@ def test_a_process_that_does_not_answer(
         one.setblocking(False)
         one.connect_ex(str(run_folder / f"{PID}.0.sock"))
     (problem,) = ask(PID, timeout=0.05).problems
-    assert problem.startswith(f"process {PID} has not answered within 0.05 seconds")
+    assert problem.startswith(f"process {PID} has not answered within 0.05 s")
     for one in (*queue, listener):
         one.close()
     assert ask(PID) == ((), ())

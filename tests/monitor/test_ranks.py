@@ -21,12 +21,13 @@ from rich.console import Console
 from dataparallel import DistributedDataParallel
 from dataparallel.monitor import StepMonitor, attach
 from dataparallel.monitor.run import RunState
+from dataparallel.monitor.summary import Summary
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import command
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.opening import open_sampler
-from dataparallel.tools.monitor.ranks import find_slow_rank, run_name
+from dataparallel.tools.monitor.ranks import find_in_job, find_slow_rank, run_name
 from dataparallel.tools.monitor.recording import Recording
 from dataparallel.tools.monitor.replica_lines import replica_lines
 from dataparallel.tools.monitor.report import make_report
@@ -52,6 +53,10 @@ def rank(place: int, *replicas: Seconds, steps: int = 10, **changes: Any) -> Fak
 
 def waits(seconds: float, **more: float) -> Seconds:
     return cast(Seconds, {**BUSY, "reduce across processes": seconds, **more})
+
+
+def summary(run: FakeRun) -> Summary:
+    return summarize_periods([RunPeriod((0,), (run.state(),), is_whole=True)])
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -106,17 +111,21 @@ def test_names_tell_runs_from_each_other() -> None:
 def test_which_rank_is_slow_and_in_what(
     ranks: Sequence[Sequence[Seconds]], expected: tuple[int, str, float] | None
 ) -> None:
-    found = find_slow_rank(
-        {
-            i: summarize_periods([RunPeriod((0,), (rank(i, *seconds).state(),), is_whole=True)])
-            for i, seconds in enumerate(ranks)
-        }
-    )
+    found = find_slow_rank({i: summary(rank(i, *seconds)) for i, seconds in enumerate(ranks)})
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:
         number, phase, gain = expected
         assert found.text.startswith(f"Rank {number} is slow in '{phase}': ")
         assert found.gain == pytest.approx(gain, abs=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1.5, "nothing"), (3.0, "input")])
+def test_the_time_of_another_module_is_no_waiting_for_input(seconds: float, expected: str) -> None:
+    """As of a generator and its critic: a step of the one lies between the steps of the other."""
+    runs = [rank(0, {**BUSY, "input": seconds}, number=i) for i in range(2)]
+    states = [run.state() for run in runs]
+    (found,) = find_in_job([(run.state(), summary(run)) for run in runs], states)
+    assert found.kind == expected and not found.text.startswith("All ranks")
 
 
 def live(*samples: Sequence[RunState]) -> History:
@@ -144,8 +153,8 @@ def test_a_job_is_shown_as_one_and_what_its_ranks_share_is_told_once() -> None:
     # What the others wait for is not sent too slowly.
     assert "communication hook" not in kinds
     lines = [line.plain for line in replica_lines(history.runs, None, 120, full=True)]
-    assert [line[:15] for line in lines if line[1:2] == "."] == [
-        f"{one}   cuda:{one[-1]}   " for one in ("0.0", "0.1", "1.0", "1.1")
+    assert [line.split()[:2] for line in lines if line[1:2] == "."] == [
+        [one, f"cuda:{one[-1]}"] for one in ("0.0", "0.1", "1.0", "1.1")
     ]
     assert [line for line in lines if "ranks 0, 1 of 4" in line and "pid" not in line]
     # Five steps a second of 16 samples, on each of two ranks.

@@ -9,7 +9,7 @@ from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.history import History, RunHistory, names_in_run
+from dataparallel.tools.monitor.history import History, RunHistory, replicas_on
 from dataparallel.tools.monitor.ranks import find_in_job, run_name
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.
@@ -33,7 +33,7 @@ def find_alerts(history: History) -> list[Finding]:
             found.append(Finding("lost device", text, "error"))
         else:
             infos = [run.state.info for run in history.runs]
-            is_in_run = any(names_in_run(device.device, device.uuid, info) for info in infos)
+            is_in_run = any(replicas_on(device.device, device.uuid, info) for info in infos)
             found.extend(_of_device(device, history, is_in_run=is_in_run))
     states = [run.state for run in history.runs]
     for run in history.runs:
@@ -138,8 +138,8 @@ def _of_run(run: RunHistory, name: str) -> list[Finding]:
         process = f"process {run.state.pid}"
         text = (
             f"{f'{name} ({process})' if name else f'the run of {process}'} has been gone for "
-            f"{units.seconds_text(run.gone_for)}: it has ended, or left its StepMonitor; what is "
-            "shown of it is the last that it told"
+            f"{units.seconds_text(run.gone_for)}: it has ended, left its StepMonitor or hangs; "
+            "what is shown of it is the last that it told"
         )
         return [Finding("run gone", text, "error")]
     stuck: dict[tuple[Phase, str], list[str]] = {}

@@ -208,16 +208,16 @@ def slowed_devices(sample: Sample, info: RunInfo) -> dict[str, str]:
     return {
         name: ", ".join(device.throttle)
         for device in sample.devices
-        for name in names_in_run(device.device, device.uuid, info)
+        for name in {info.devices[i] for i in replicas_on(device.device, device.uuid, info)}
         if device.throttle
     }
 
 
-def names_in_run(device: str, uuid: str | None, info: RunInfo) -> list[str]:
-    """The names that a run gives a device; none where it does not use it."""
+def replicas_on(device: str, uuid: str | None, info: RunInfo) -> list[int]:
+    """The replicas of a run on a device, which may have another name in the run."""
     return [
-        name
-        for name, known in zip(info.devices, info.uuids, strict=True)
+        i
+        for i, (name, known) in enumerate(zip(info.devices, info.uuids, strict=True))
         if _is_same(device, uuid, name, known)
     ]
 

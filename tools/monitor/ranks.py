@@ -85,14 +85,18 @@ def find_in_job(
     told: dict[object, list[tuple[RunState, Finding]]] = {}
     for state, summary in runs:
         models.setdefault(model_name(state, states), {})[state.rank] = summary
+        beside = [one for s, one in runs if s.identity[:2] == state.identity[:2]]
         for one in summary.findings:
+            if one.kind == "input" and _others_compute(summary, beside):
+                continue
             told.setdefault((one.kind, one.numbers.get("replica")), []).append((state, one))
     job = f" of {runs[0][0].job}" if len({one.job for one in states}) > 1 else ""
     each_model = (find_slow_rank(ranks, job) for ranks in models.values())
     slow = {one.numbers["rank"]: one for one in each_model if one is not None}
     found = list(slow.values())
     for each in told.values():
-        who, most = "all ranks", 1.0
+        several = len({state.rank for state, _ in runs}) > 1
+        who, most = "all ranks" if several else process_name(each[0][0], states), 1.0
         if len(each) < len(runs) or len(runs) == 1:
             if slow:
                 # The others wait for it, and would with less to do of their own.
@@ -104,7 +108,19 @@ def find_in_job(
             least = min((one for _, one in each), key=lambda one: one.gain)
             text = f"{who[0].upper()}{who[1:]}: {least.text}" if who else least.text
             found.append(replace(least, text=text, gain=min(least.gain, most)))
-    return sorted([one for one in found if one.gain] or found[:1], key=lambda one: -one.gain)
+    chosen = [one for one in found if one.gain] or found[:1]
+    nothing = Finding("nothing", "Nothing stands out.")
+    return sorted(chosen, key=lambda one: -one.gain) or [nothing]
+
+
+def _others_compute(summary: Summary, beside: Sequence[Summary]) -> bool:
+    """Whether other modules of the process are what takes the time between a module's steps."""
+    busy = sum(
+        one.step_seconds - phase_seconds(one).get("input", 0.0)
+        for one in beside
+        if one is not summary
+    )
+    return busy > phase_seconds(summary).get("input", 0.0) / 2
 
 
 def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | None:

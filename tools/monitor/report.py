@@ -12,7 +12,7 @@ from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.summary import Summary
-from dataparallel.tools.monitor.history import names_in_run, reading_of
+from dataparallel.tools.monitor.history import reading_of, replicas_on
 from dataparallel.tools.monitor.ranks import find_in_job, run_name
 from dataparallel.tools.monitor.recording import Recording, longest_step, times_of
 from dataparallel.tools.monitor.run_period import (
@@ -192,11 +192,12 @@ def make_report(*recordings: Recording) -> Report:
         devices += own
         often = sorted(own, key=lambda one: -one.throttled)
         for periods in group_periods(find_periods(recording.samples)):
+            info = periods[-1].info
             slowed = {
-                name: one.reasons
+                info.devices[i]: one.reasons
                 for one in often
                 if one.throttled >= _OFTEN
-                for name in names_in_run(one.device, one.uuid, periods[-1].info)
+                for i in replicas_on(one.device, one.uuid, info)
             }
             runs.append(_Run(recording, periods, slowed))
     runs.sort(key=lambda run: run.state.order)
@@ -323,13 +324,18 @@ def _report_jobs(reports: Sequence[RunReport], states: Sequence[RunState]) -> tu
     found = []
     for job in dict.fromkeys(one.job for one in reports):
         runs = [(r, s) for r, s in zip(reports, states, strict=True) if r.job == job]
+        # Several modules of a process get the same samples.
+        speeds: dict[int, float] = {}
+        for report, _ in runs:
+            speed = report.summary.samples_per_second
+            speeds[report.rank] = max(speed, speeds.get(report.rank, 0.0))
         findings = find_in_job([(state, report.summary) for report, state in runs], states)
         found.append(
             JobReport(
                 job=job,
                 world_size=max(report.info.world_size for report, _ in runs),
                 ranks=tuple(dict.fromkeys(report.rank for report, _ in runs)),
-                samples_per_second=sum(one.summary.samples_per_second for one, _ in runs),
+                samples_per_second=sum(speeds.values()),
                 findings=tuple(findings),
             )
         )

@@ -81,7 +81,7 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
         yield Group(*notes)
     for job in report.jobs:
         runs = [one for one in report.runs if one.job == job.job]
-        if len(runs) > 1:
+        if len(job.ranks) > 1:
             yield Group(*_job(job, runs))
         for one in runs:
             yield Group(*_run(one, width))

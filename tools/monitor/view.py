@@ -25,7 +25,7 @@ from dataparallel.tools.monitor.bars import (
     joined,
     sparkline,
 )
-from dataparallel.tools.monitor.history import History, in_order
+from dataparallel.tools.monitor.history import History, in_order, replicas_on
 from dataparallel.tools.monitor.process_rows import arranged, table
 from dataparallel.tools.monitor.replica_lines import replica_lines
 
@@ -138,14 +138,12 @@ class View:
 
     def _replicas_on(self, device: DeviceReading) -> str:
         runs = self.history.runs
-        mine = [
+        # Modules of one process have the same devices.
+        mine = dict.fromkeys(
             f"{run.state.rank}.{i}" if len(runs) > 1 else f"{i}"
             for run in runs
-            for i, (name, uuid) in enumerate(
-                zip(run.state.info.devices, run.state.info.uuids, strict=True)
-            )
-            if name == device.device or (uuid is not None and uuid == device.uuid)
-        ]
+            for i in replicas_on(device.device, device.uuid, run.state.info)
+        )
         return f"replica{'s' * (len(mine) > 1)} {', '.join(mine)}" if mine else ""
 
     def own_pids(self) -> set[int]:
