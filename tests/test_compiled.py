@@ -412,6 +412,7 @@ def test_clones_of_compiled_modules_stand_until_a_reference_leads_elsewhere(how:
     for _ in range(3):
         compare(model, bare, x)
     assert substitutions(lambda: model(x)) == 0
+    layer: nn.Module
     vars(net)["forward"] = lambda x: layer(x)
     for name, size in (("first", 4), ("norm", 8), ("second", 8)):
         layer, x = net.get_submodule(name), batch(8, size)
