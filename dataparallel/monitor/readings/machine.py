@@ -29,6 +29,8 @@ from dataparallel.monitor.run import device_uuid
 
 _log = logging.getLogger(__name__)
 
+#: For so many seconds a reading is as good as another one.
+_NEW = SHORTEST_SPAN
 #: Seconds after which rates since the last reading say nothing about now.
 _OLD = 60.0
 
@@ -91,7 +93,7 @@ class Machine:
             if age >= _OLD:
                 self._read()
                 time.sleep(SHORTEST_SPAN)
-            if age >= SHORTEST_SPAN:
+            if age >= _NEW:
                 self._read()
             return self._reading
 
