@@ -138,8 +138,9 @@ def a_browser() -> Iterator[Any]:
 
 
 def save(png: bytes, name: str) -> None:
-    """Write an image, with as many colors as can be told apart in it."""
-    few = Image.open(io.BytesIO(png)).convert("RGB").quantize(192, dither=Image.Dither.NONE)
+    """Write an image with 256 colors; this method keeps those of the phases as they are."""
+    few = Image.open(io.BytesIO(png)).convert("RGB")
+    few = few.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(IMAGES / f"{name}.png", optimize=True)
 
 
@@ -166,16 +167,16 @@ def main() -> None:
         record = [*monitor, "record", str(recording), "--for", str(SECONDS), *watch]
         subprocess.run([sys.executable, *record], env={**os.environ, **place}, check=True)
         take_pictures(url)
-        samples = read_recording(recording).samples
+        recorded = read_recording(recording)
         # At once, so that none complains of another one.
         for rank in ranks:
             rank.kill()
     for theme, colors in zip(THEMES, (LIGHT, DARK), strict=True):
         picture = io.BytesIO()
-        plot.draw({"run": samples}, theme=colors).savefig(picture, dpi=120)
+        plot.draw(recorded, theme=colors).savefig(picture, dpi=120)
         save(picture.getvalue(), f"monitor-plot-{theme}")
     # Before there is a browser, which has an event loop of its own.
-    svg = draw_top(samples)
+    svg = draw_top(recorded.samples)
     with a_browser() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 1100})
         page.set_content(svg)

@@ -322,7 +322,7 @@ def names(figure: Figure) -> list[str]:
 
 
 def test_a_picture_has_a_strip_for_all_that_is_known() -> None:
-    figure = plot.draw({"run": training()})
+    figure = plot.draw(recording(training()))
     assert figure.texts[0].get_text() == "Net on 4 \N{MULTIPLICATION SIGN} NVIDIA H200"
     assert "48 steps" in figure.texts[1].get_text()
     assert titles(figure) == [
@@ -369,37 +369,40 @@ def test_ranks_of_a_job_are_drawn_together_from_one_recording_or_several() -> No
     ]
     replicas = [f"rank {r}, replica {i}, cuda:{i}" for r in range(2) for i in range(4)]
     for recordings, number, devices in (
-        ({"run": both}, 4, ["cuda:0"]),
-        ({"a": first, "b": second}, 8, ["a cuda:0", "b cuda:0"]),
+        ([recording(both)], 4, ["cuda:0"]),
+        (
+            [recording(first, host="a"), recording(second, host="b")],
+            8,
+            ["a cuda:0", "b cuda:0"],
+        ),
     ):
-        figure = plot.draw(recordings)
-        assert (
-            figure.texts[0].get_text()
-            == f"Net on {number} \N{MULTIPLICATION SIGN} NVIDIA H200, 2 ranks"
-        )
+        figure = plot.draw(*recordings)
+        title = f"Net on {number} \N{MULTIPLICATION SIGN} NVIDIA H200, 2 ranks"
+        assert figure.texts[0].get_text() == title
         assert names(figure)[3 * number :] == replicas
-        assert [name for name in names(figure) if name.endswith("cuda:0")][
-            : len(devices)
-        ] == devices
+        found = [name for name in names(figure) if name.endswith("cuda:0")]
+        assert found[: len(devices)] == devices
         assert titles(figure)[-1] == "The last training step, 48: 64 samples"
+    with pytest.raises(ValueError, match="the same recording is given twice"):
+        plot.draw(recording(both), recording(both))
 
 
 def test_what_is_not_available_has_no_strip_and_lines_have_gaps() -> None:
     lost = DeviceReading("cuda:0", "GPU", "nvml", error="lost")
     devices = [device(0, utilization=0.5), lost, device(0), device(0, utilization=1.0)]
-    (axes,) = plot.draw({"": [sample(float(i), [one]) for i, one in enumerate(devices)]}).axes
+    (axes,) = plot.draw(recording([sample(float(i), [one]) for i, one in enumerate(devices)])).axes
     np.testing.assert_array_equal(axes.get_lines()[0].get_ydata(), [0.5, np.nan, np.nan, 1])
     assert axes.texts[1].get_text() == "mean 75 %, most 100 %"
     for samples in ([], [sample(0.0)]):
         with pytest.raises(ValueError, match="neither readings of devices nor a run"):
-            plot.draw({"": samples})
+            plot.draw(recording(samples))
 
 
 def test_a_pause_and_a_recording_that_was_continued_leave_a_gap() -> None:
     paused = [sample(each, [device(0, power=1.0)]) for each in (0.0, 1.0, 2.0, 6.0, 7.0)]
     again = [*paused[:2], dataclasses.replace(paused[2], elapsed=0.0)]
     for samples, x, gap in ((paused, [0, 1, 2, 4, 6, 7], 3), (again, [0, 1, 1.5, 2], 2)):
-        (axes,) = plot.draw({"": samples}).axes
+        (axes,) = plot.draw(recording(samples)).axes
         line = axes.get_lines()[0]
         np.testing.assert_array_equal(line.get_xdata(), x)
         y = np.asarray(line.get_ydata(), float)
@@ -414,7 +417,7 @@ def test_curves_have_at_most_so_many_means() -> None:
 
 @pytest.mark.parametrize(("number", "replicas"), [(1, 2), (4, 20)])
 def test_few_samples_and_many_replicas_can_be_drawn(number: int, replicas: int) -> None:
-    found = titles(plot.draw({"run": training(number, replicas)}, theme=DARK))
+    found = titles(plot.draw(recording(training(number, replicas)), theme=DARK))
     assert ("Share of the time in each phase (the first 16 of 20)" in found) == (replicas == 20)
     assert any("Power" in one and "the first 16 of 20" in one for one in found) == (replicas == 20)
 
@@ -422,12 +425,13 @@ def test_few_samples_and_many_replicas_can_be_drawn(number: int, replicas: int) 
 def test_the_command_writes_a_picture_where_one_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recording = write_recording(tmp_path / "run.jsonl", [make_sample(i) for i in range(4)])
+    files = [
+        write_recording(tmp_path / f"{number}.jsonl", [make_sample(i) for i in range(number)])
+        for number in (2, 3)
+    ]
     target = tmp_path / "run.png"
     target.write_bytes(b"old")
-    (tmp_path / "other").mkdir()
-    other = write_recording(tmp_path / "other" / "run.jsonl", [make_sample(5)])
-    words = ["monitor", "plot", str(recording), str(other)]
+    words = ["monitor", "plot", *map(str, files)]
     assert main([*words, str(target), "--title", "two", "--dark"]) == 0
     assert imread(target).std() > 0.05
     assert "5 samples" in capsys.readouterr().out
@@ -437,4 +441,4 @@ def test_the_command_writes_a_picture_where_one_can_be(
     ):
         assert main([*words, str(tmp_path / name)]) == 2
         assert expected in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run.jsonl", "run.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.jsonl", "3.jsonl", "run.png"]

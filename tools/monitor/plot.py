@@ -8,8 +8,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +22,19 @@ from matplotlib.patches import Patch
 from dataparallel.monitor.findings import RunTotals, add_up
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.record import StepRecord
-from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES
+from dataparallel.tools.monitor.history import reading_of
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
-from dataparallel.tools.monitor.recording import longest_step, read_recording, times_of
+from dataparallel.tools.monitor.ranks import run_name
+from dataparallel.tools.monitor.recording import (
+    Recording,
+    longest_step,
+    read_recording,
+    times_of,
+)
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,
     find_periods,
@@ -93,39 +100,38 @@ def run(arguments: argparse.Namespace) -> int:
     target: Path = arguments.picture
     if target.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{target}: a picture ends in one of {', '.join(SUFFIXES)}")
-    recordings = {}
-    for file in arguments.files:
-        recording = read_recording(file)
-        recordings[str(file) if file.stem in recordings else file.stem] = recording.samples
-        for problem in recording.problems:
-            print(f"dataparallel: {problem}", file=sys.stderr)
-    figure = draw(recordings, arguments.title, DARK if arguments.dark else LIGHT)
+    recordings = [read_recording(file) for file in arguments.files]
+    for problem in itertools.chain.from_iterable(one.problems for one in recordings):
+        print(f"dataparallel: {problem}", file=sys.stderr)
+    theme = DARK if arguments.dark else LIGHT
+    figure = draw(*recordings, title=arguments.title, theme=theme)
     try:
         figure.savefig(target, dpi=120)
     except OSError as error:
         raise ValueError(f"{target} cannot be written: {error.strerror or error}") from error
-    print(f"{target}: {sum(map(len, recordings.values()))} samples")
+    print(f"{target}: {sum(len(one.samples) for one in recordings)} samples")
     return 0
 
 
-def draw(
-    recordings: Mapping[str, Sequence[Sample]], title: str | None = None, theme: Theme = LIGHT
-) -> Figure:
-    """Draw recordings that were made at the same time, such as one per machine of a job.
+def draw(*recordings: Recording, title: str | None = None, theme: Theme = LIGHT) -> Figure:
+    """Draw recordings that were made at the same time.
 
     Args:
-        recordings: By a short name, the samples of each, the oldest first.
+        recordings: One of each machine.
         title: Stands above it. Default: the model and the devices.
         theme: Its colors. Default: those on white.
 
     Raises:
-        ValueError: There is nothing to draw.
+        ValueError: There is nothing to draw, or a recording is given twice.
     """
+    known = [one.header["recording"] for one in recordings if "recording" in one.header]
+    if len(set(known)) < len(known):
+        raise ValueError("the same recording is given twice; give one recording of each machine")
     tracks, unit = _tracks(recordings)
-    ranks = _ranks(tracks)
-    rows = [*_device_rows(tracks, theme), *_phase_rows(ranks, theme)]
+    runs = _runs(tracks)
+    rows = [*_device_rows(tracks, theme), *_phase_rows(runs, theme)]
     timed = len(rows)
-    lasts = [(one.name, last) for one in ranks if (last := one.last) is not None]
+    lasts = [(one.name, last) for one in runs if (last := one.last) is not None]
     if lasts:
         strips = sum(len(record.replicas) for _, record in lasts)
         rows.append(
@@ -136,7 +142,7 @@ def draw(
     height = sum(row.height + row.above for row in rows) + 0.5 + _BOTTOM
     with matplotlib.rc_context(_style(theme)):
         figure = Figure(figsize=(_WIDTH, height))
-        told, more = _titles(tracks, ranks)
+        told, more = _titles(tracks, runs)
         left = _LEFT / _WIDTH
         figure.text(left, 1 - 0.32 / height, title or told, fontsize=14, fontweight="bold")
         figure.text(left, 1 - 0.58 / height, more, color=theme.soft)
@@ -168,53 +174,58 @@ def _style(theme: Theme) -> dict[Any, Any]:
     }
 
 
-def _tracks(recordings: Mapping[str, Sequence[Sample]]) -> tuple[list[_Track], str]:
+def _tracks(recordings: Sequence[Recording]) -> tuple[list[_Track], str]:
     """The recordings on one axis, and its unit."""
-    begin = min((samples[0].time for samples in recordings.values() if samples), default=0.0)
-    times = {
-        name: [samples[0].time - begin + each for each in times_of(samples)] if samples else []
-        for name, samples in recordings.items()
-    }
-    length = max((each[-1] for each in times.values() if each), default=0.0)
+    begin = min((one.samples[0].time for one in recordings if one.samples), default=0.0)
+    times = []
+    for one in recordings:
+        offset = one.samples[0].time - begin if one.samples else 0.0
+        times.append([offset + each for each in times_of(one.samples)])
+    length = max((each[-1] for each in times if each), default=0.0)
     factor, unit = next((f, u) for f, u in _UNITS if length >= 2 * f or f == 1.0)
     tracks = []
-    for name, samples in recordings.items():
-        limit = longest_step(times[name])
+    for one, each in zip(recordings, times, strict=True):
+        limit = longest_step(each)
         gaps = {
             i + 1
-            for i, (a, b) in enumerate(itertools.pairwise(samples))
+            for i, (a, b) in enumerate(itertools.pairwise(one.samples))
             # Where elapsed begins anew a recording was continued.
-            if b.elapsed < a.elapsed or times[name][i + 1] - times[name][i] > limit
+            if b.elapsed < a.elapsed or each[i + 1] - each[i] > limit
         }
-        axis = [each / factor for each in times[name]]
-        prefix = f"{name} " if len(recordings) > 1 else ""
-        tracks.append(_Track(samples, axis, frozenset(gaps), prefix))
+        prefix = f"{one.header.get('host', '')} " if len(recordings) > 1 else ""
+        axis = [time / factor for time in each]
+        tracks.append(_Track(one.samples, axis, frozenset(gaps), prefix))
     return tracks, unit
 
 
-def _titles(tracks: Sequence[_Track], ranks: Sequence[_Rank]) -> tuple[str, str]:
+def _titles(tracks: Sequence[_Track], runs: Sequence[_Run]) -> tuple[str, str]:
     """What was recorded: the model on which devices; and how, when and how fast."""
-    used = {(one.track.prefix, name) for one in ranks for name in one.info.devices}
     samples = [(track.prefix, sample) for track in tracks for sample in track.samples]
     names = {(prefix, one.device): one.name for prefix, each in samples for one in each.devices}
-    told = Counter(names.get(one, one[1].partition(":")[0]) for one in sorted(used or names))
-    where = ", ".join(f"{n} {_TIMES} {name}" if n > 1 else name for name, n in told.items())
+    used = {}
+    for run in runs:
+        sample = run.track.samples[run.periods[-1].places[-1]]
+        for name, uuid in zip(run.info.devices, run.info.uuids, strict=True):
+            reading = reading_of(sample, name, uuid)
+            used[run.track.prefix, name] = reading.name if reading else name.partition(":")[0]
+    counts = Counter((used or names).values())
+    where = ", ".join(f"{n} {_TIMES} {name}" if n > 1 else name for name, n in counts.items())
     first, last = (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pick(each.time for _, each in samples)))
         for pick in (min, max)
     )
-    facts = [f"{first} to {last.removeprefix(first[:11])}"]
-    if not ranks:
-        return where, facts[0]
-    info = ranks[0].info
-    if len(ranks) > 1:
-        where += f", {len(ranks)} ranks"
-    facts.insert(0, info.wrapper)
-    facts.append(f"{max(one.num_steps for one in ranks):,} steps")
-    speed = sum(one.samples_per_second for one in ranks)
-    if speed:
-        facts.append(f"{speed:,.0f} samples/s")
-    return f"{info.model} on {where}", "  ·  ".join(facts)
+    when = f"{first} to {last.removeprefix(first[:11])}"
+    if not runs:
+        return where, when
+    # Models of one rank are given the same samples.
+    speeds: dict[int, float] = {}
+    for run in runs:
+        speeds[run.state.rank] = max(speeds.get(run.state.rank, 0.0), run.samples_per_second)
+    steps = f"{max(run.num_steps for run in runs):,} steps"
+    facts = [runs[0].info.wrapper, when, steps, f"{sum(speeds.values()):,.0f} samples/s"]
+    models = " and ".join(dict.fromkeys(run.info.model for run in runs))
+    ranks = f", {len(speeds)} ranks" if len(speeds) > 1 else ""
+    return f"{models} on {where}{ranks}", "  ·  ".join(facts)
 
 
 # --- devices -------------------------------------------------------------------------------------
@@ -329,17 +340,21 @@ def curve(
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """A rank of the job that is drawn: all that was recorded of it."""
+class _Run:
+    """A run of the job that is drawn: all that was recorded of it."""
 
     track: _Track
     periods: Sequence[RunPeriod]
-    #: Stands before the names of replicas; empty for the only rank.
-    name: str
+    #: Stands before the names of replicas; empty for the only run.
+    name: str = ""
+
+    @property
+    def state(self) -> RunState:
+        return self.periods[-1].states[-1]
 
     @property
     def info(self) -> RunInfo:
-        return self.periods[-1].info
+        return self.state.info
 
     @property
     def last(self) -> StepRecord | None:
@@ -351,27 +366,32 @@ class _Rank:
 
     @property
     def samples_per_second(self) -> float:
-        states = self.periods[-1].states
-        seconds = states[-1].time - states[0].time
-        return (states[-1].num_samples - states[0].num_samples) / seconds if seconds else 0.0
+        first, last = self.periods[-1].states[0], self.state
+        seconds = last.time - first.time
+        return (last.num_samples - first.num_samples) / seconds if seconds else 0.0
 
 
-def _ranks(tracks: Sequence[_Track]) -> list[_Rank]:
-    """The ranks of the job that has done the most steps."""
-    groups = [
-        (track, group) for track in tracks for group in group_periods(find_periods(track.samples))
+def _runs(tracks: Sequence[_Track]) -> list[_Run]:
+    """The runs of the job that has done the most steps."""
+    found = [
+        _Run(track, group)
+        for track in tracks
+        for group in group_periods(find_periods(track.samples))
     ]
-    if not groups:
-        return []
-    longest = max(groups, key=lambda one: sum(each.states[-1].num_steps for each in one[1]))
+    longest = max(found, key=lambda one: one.num_steps, default=None)
     # A job that was started again has another name, but the same ranks.
-    jobs = {period.states[-1].job for period in longest[1]}
-    chosen = [one for one in groups if any(period.states[-1].job in jobs for period in one[1])]
-    chosen.sort(key=lambda one: one[1][-1].states[-1].rank)
-    several = len(chosen) > 1
+    jobs = {one.states[-1].job for one in longest.periods} if longest else set()
+    # Of a run whose replicas became others, most of it.
+    most: dict[object, _Run] = {}
+    for one in sorted(found, key=lambda one: one.num_steps):
+        if any(each.states[-1].job in jobs for each in one.periods):
+            most[one.state.identity] = one
+    chosen = sorted(most.values(), key=lambda one: one.state.order)
+    states = [one.state for one in chosen]
+    names = [run_name(state, states) for state in states]
     return [
-        _Rank(track, group, f"rank {group[-1].states[-1].rank}, " if several else "")
-        for track, group in chosen
+        replace(one, name=f"{name}, " if name else "")
+        for one, name in zip(chosen, names, strict=True)
     ]
 
 
@@ -405,12 +425,12 @@ def intervals(
     return found
 
 
-def _phase_rows(ranks: Sequence[_Rank], theme: Theme) -> Iterator[_Row]:
-    each = [intervals(one.periods, one.track.axis, one.track.gaps) for one in ranks]
+def _phase_rows(runs: Sequence[_Run], theme: Theme) -> Iterator[_Row]:
+    each = [intervals(one.periods, one.track.axis, one.track.gaps) for one in runs]
     strips = [
-        (f"{rank.name}replica {i}, {device}", parts, i)
-        for rank, parts in zip(ranks, each, strict=True)
-        for i, device in enumerate(rank.info.devices)
+        (f"{run.name}replica {i}, {device}", parts, i)
+        for run, parts in zip(runs, each, strict=True)
+        for i, device in enumerate(run.info.devices)
         if parts
     ]
     shown = strips[:MAX_STRIPS]

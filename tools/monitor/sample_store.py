@@ -14,6 +14,7 @@ from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.tools.monitor.alerts import changes_of_jobs, find_alerts
 from dataparallel.tools.monitor.history import History, RunHistory
 from dataparallel.tools.monitor.prometheus import RunReading
+from dataparallel.tools.monitor.ranks import run_name
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")
@@ -54,7 +55,8 @@ class SampleStore:
         self._history.add(sample)
         alerts = find_alerts(self._history)
         known = self._history.runs
-        runs = [_run(run) for run in known]
+        states = [run.state for run in known]
+        runs = [_run(run, run_name(run.state, states)) for run in known]
         changes = changes_of_jobs(self._history)
         first = max((each[0] for each in changes.values() if each), key=_gain, default=None)
         more = {
@@ -104,12 +106,13 @@ class SampleStore:
             return f'{{"finished":{finished},"points":[{points}],"sample":{self._text}}}'
 
 
-def _run(run: RunHistory) -> dict[str, Any]:
+def _run(run: RunHistory, name: str) -> dict[str, Any]:
     """A run for the page: what it told last, and what it was like lately."""
     state, totals = run.state, run.totals
     speed = None if run.gone_for is not None else _short(run.samples_per_second)
     return {
         "id": f"{state.host}:{state.pid}.{state.number}",
+        "name": name,
         "job": state.job,
         "rank": state.rank,
         "pid": state.pid,

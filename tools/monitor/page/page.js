@@ -254,24 +254,29 @@ function showJobs(sample, points) {
     const one = (selector) => sections[i].querySelector(selector);
     const [{ state: first }] = runs;
     const { info } = first;
+    const ranks = new Set(runs.map((run) => run.rank));
     const isGone = runs.every((run) => run.gone !== null);
     const facts = [
       info.wrapper,
-      info.world_size === 1 ? `process ${first.pid}` : `${runs.length === info.world_size ? "" : `${runs.length} of `}${info.world_size} ranks`,
+      info.world_size === 1 ? `process ${first.pid}` : `${ranks.size === info.world_size ? "" : `${ranks.size} of `}${info.world_size} ranks`,
       `step ${Math.max(...runs.map((run) => run.state.num_steps)).toLocaleString("en")}`,
       ...(isGone ? [`gone for ${seconds(runs[0].gone)}`] : []),
     ];
-    write(one("h2 span"), info.model);
+    write(one("h2 span"), [...new Set(runs.map((run) => run.state.info.model))].join(" and "));
     write(one("h2 small"), facts.join(", "));
     sections[i].classList.toggle("past", isGone);
+    // Models of one rank are given the same samples.
     const course = (j, merge) => points.map((point) => {
-      const known = runs.map((run) => point.runs?.[run.id]?.[j] ?? null).filter((value) => value !== null);
-      return known.length ? merge(known) : null;
+      const each = [...ranks].flatMap((rank) => {
+        const known = runs.filter((run) => run.rank === rank && point.runs?.[run.id]?.[j] != null);
+        return known.length ? [Math.max(...known.map((run) => point.runs[run.id][j]))] : [];
+      });
+      return each.length ? merge(each) : null;
     });
+    const [all, slowest] = ranks.size > 1 ? [", all ranks", ", slowest rank"] : ["", ""];
     const place = one(".charts");
-    const all = runs.length > 1 ? ", all ranks" : "";
     chart(place, `Throughput${all}`, "samples/s", times, course(0, (each) => each.reduce((a, b) => a + b)));
-    chart(place, runs.length > 1 ? "Step, slowest rank" : "Step", "s", times, course(1, (each) => Math.max(...each)));
+    chart(place, `Step${slowest}`, "s", times, course(1, (each) => Math.max(...each)));
     one(".shares").replaceChildren(...runs.map((run) => sharesOf(run, runs, sample)));
     const lasts = runs.filter((run) => run.state.last !== null);
     one(".last").replaceChildren(...lasts.map((run) => lastOf(run, runs)));
@@ -293,8 +298,9 @@ function showJobs(sample, points) {
 /** A rank's bars below its name, where there are several ranks. */
 function rankOf(run, runs, more, bars) {
   const note = state.sample.slow[run.job] === run.rank ? " the slowest" : "";
-  const name = runs.length > 1 ? [make("div", {}, `Rank ${run.rank}`, make("b", {}, note), make("small", {}, more))] : [];
-  return make("div", { class: note && "slow" ? "rank slow" : "rank" }, ...name, ...bars.flat());
+  const name = `${run.name.charAt(0).toUpperCase()}${run.name.slice(1)}`;
+  const head = name ? [make("div", {}, name, make("b", {}, note), make("small", {}, more))] : [];
+  return make("div", { class: note && "slow" ? "rank slow" : "rank" }, ...head, ...bars.flat());
 }
 
 function sharesOf(run, runs, sample) {
