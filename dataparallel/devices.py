@@ -206,12 +206,12 @@ def memory_of(device: torch.device) -> Memory:
     """What is known of a device's memory."""
     if device.type == "cpu":
         return Memory()
-    stats = torch.accelerator.memory_stats(device)
-    return Memory(
-        stats.get("allocated_bytes.all.peak", 0),
-        torch.accelerator.get_memory_info(device)[1],
-        stats.get("num_alloc_retries", 0),
-    )
+    stats, total = torch.accelerator.memory_stats(device), 0
+    # Not each backend tells it.
+    with contextlib.suppress(RuntimeError):
+        total = torch.accelerator.get_memory_info(device)[1]
+    retries = stats.get("num_alloc_retries", 0)
+    return Memory(stats.get("allocated_bytes.all.peak", 0), total, retries)
 
 
 # --- streams ---------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ class StepMonitor:
             records are made when they are asked for, which takes less of the training thread.
         log_to: Gets the metrics of :meth:`Summary.as_metrics` under ``dataparallel/``, about the
             steps since the last time: a ``SummaryWriter`` of TensorBoard, a run of wandb, or a
-            logger of Lightning. The step is the record's number. Default: nobody.
+            logger of Lightning. The step is the record's number; wandb drops what has a lower
+            one than it has seen. Default: nobody.
         log_every: Steps between two times. Default: 50.
 
     Raises:

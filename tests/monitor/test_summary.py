@@ -12,12 +12,13 @@ from dataparallel.monitor.findings import Part
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.summary import Summary, summarize
-from tests.monitor.cases import BUSY, SLOW, Seconds, make_info, make_step, make_steps
+from tests.monitor.cases import BUSY, SLOW, FakeRun, Seconds, make_info, make_step, make_steps
 
 ONE_DEVICE = dataclasses.replace(make_info(), devices=("cpu", "cpu"))
 DATA_PARALLEL = make_info(buckets=0)
 SLOWER: Seconds = {"forward": 0.8, "backward": 1.3}
 SMALL: Seconds = {"scatter": 0.6, "gather": 0.3, "reduce local": 0.6, "idle": 1.5}
+GIB = 2**30
 ACROSS: Seconds = {"reduce across processes": 1.0}
 ALONE: Seconds = {**BUSY, "loss": 1.0, "gather": 1.0, "idle": 2.0}
 
@@ -115,6 +116,29 @@ def test_all_that_costs_much_is_named_once_with_its_price(case: str) -> None:
 def test_a_device_that_is_slowed_down_is_a_cause(device: str, kind: str, words: str) -> None:
     (found,) = sum_up(make_steps(3, [BUSY, SLOW]), slowed={device: "heat"}).findings
     assert found.kind == kind and words in found.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "gain", "words"),
+    [
+        ({"memory_peak": (int(0.95 * GIB), 0)}, 0.0, "95 % of the memory of virtual:0"),
+        ({"memory_retries": (0, 5)}, 0.017 * 5 / 10, "give back its cache 5 times"),
+        ({"memory_peak": (GIB // 2, GIB // 2)}, None, ""),
+        ({"memory_peak": (GIB, GIB), "memory_total": (0, 0)}, None, ""),
+    ],
+)
+def test_memory_that_is_hardly_enough(
+    changes: dict[str, Any], gain: float | None, words: str
+) -> None:
+    run = FakeRun(make_info())
+    run.steps(10, [BUSY, BUSY])
+    few = {"memory_peak": (0, 0), "memory_total": (GIB, GIB), "memory_retries": (0, 0)}
+    state = run.state(**{**few, **changes})
+    steps = [make_step([{"forward": 1.0}] * 2) for _ in range(10)]
+    found = summarize([Part.of(step) for step in steps], run.info, None, state).findings
+    pressed = [one for one in found if one.kind == "memory pressure"]
+    assert [one.gain for one in pressed] == pytest.approx([] if gain is None else [gain])
+    assert all(words in one.text and one.severity == "warning" for one in pressed)
 
 
 # --- how fast each replica is ----------------------------------------------------------------
