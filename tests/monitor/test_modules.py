@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +35,8 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
 
-    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
-        out: torch.Tensor = self(x) if again else self.second(self.first(x).relu())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x).relu())
         return out
 
     def by_parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,8 +46,18 @@ class Net(nn.Module):
 
 
 class Checkpointed(Net):
-    def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = checkpoint(self.second, self.first(x), use_reentrant=False)
+        return out
+
+
+class Whole(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
         return out
 
 
@@ -90,7 +101,6 @@ WATCHED: dict[str, tuple[Any, Any, int]] = {
     "parts of a module": (lambda model, _: model, lambda model: model.by_parts, 5),
     "parts of a module, by the optimizer": (lambda _, opt: opt, lambda model: model.by_parts, 5),
     "a checkpoint of all": (lambda model, _: model, wholly_checkpointed, 5),
-    "a module that calls itself": (lambda m, _: m, lambda model: lambda x: model(x, again=True), 5),
     # What is loaded belongs to the forward then.
     "the original of a compiled one": (lambda model, _: model, compiled, 1),
     "parameters": (
@@ -123,24 +133,29 @@ def test_phases_of_what_is_watched(case: str) -> None:
     assert summary.kind == "train" and summary.replicas[0].device == "cpu"
 
 
-@pytest.mark.parametrize("compile_it", [compiled, compiled_in_place])
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("by_optimizer", [False, True])
-def test_a_compiled_module_is_compiled_once_and_watched(
-    compile_it: Any, by_optimizer: bool
-) -> None:
-    model = compile_it(Net())
+def test_a_compiled_module_is_compiled_once(in_place: bool, by_optimizer: bool) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.ReLU()), nn.Linear(4, 3))
+    called: Any = Whole(model)
+    if in_place:
+        called.compile(backend=backend)
+    else:
+        called = torch.compile(called, backend=backend)
     optimizer = SGD(model.parameters(), 0.01)
-    before = torch_internals.compiled_call(model)
-    with (
-        torch.compiler.set_stance("default"),
-        StepMonitor(optimizer if by_optimizer else model, publish=False) as monitor,
-    ):
-        train(model, optimizer, 2)
-        # Without hooks within it nothing changes with the optimizer's first step.
-        with torch.compiler.set_stance("fail_on_recompile"):
-            train(model, optimizer, 2)
+    before = torch_internals.compiled_call(called)
+    with StepMonitor(optimizer if by_optimizer else called, publish=False) as monitor:
+        train(called, optimizer, 4)
+    # With the optimizer's first step hooks within it would go.
+    assert len(graphs) == 1
     assert told(monitor) == [("train", 5, 1)] * 4 and phases(monitor) == PHASES
-    assert torch_internals.compiled_call(model) is before
+    assert torch_internals.compiled_call(called) is before
 
 
 def in_a_group(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
@@ -242,19 +257,35 @@ def test_a_checkpoint_runs_within_the_backward() -> None:
     assert told(monitor) == [("train", 5, 1)] * 3 and phases(monitor) == PHASES
 
 
-def test_an_interrupted_forward_is_forgotten() -> None:
-    class Interrupted(Net):
-        def forward(self, x: torch.Tensor, again: bool = False) -> torch.Tensor:
-            if again:
-                raise KeyboardInterrupt
-            return super().forward(x)
+class Recursive(nn.Module):
+    """Calls itself, and then a function."""
 
-    model = Interrupted()
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(6, 3), then
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        out: torch.Tensor = self(x, depth - 1) if depth else self.linear(x)
+        self.then()
+        return out
+
+
+def test_a_module_that_calls_itself_is_in_one_forward() -> None:
+    seen = []
+    model = Recursive(lambda: seen.append(monitor.state().now[0][0]))
+    with StepMonitor(model, publish=False) as monitor:
+        train(model, SGD(model.parameters(), 0.01), 1)
+    assert seen == ["forward"] * 3 and told(monitor) == [("train", 5, 1)]
+
+
+def test_an_interrupted_forward_is_forgotten() -> None:
+    model = Recursive(lambda: None)
     optimizer = SGD(model.parameters(), 0.01)
     with StepMonitor(model, publish=False) as monitor:
         train(model, optimizer, 1)
-        with pytest.raises(KeyboardInterrupt):
-            model(X, again=True)
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "then", lambda: signal.raise_signal(signal.SIGINT))
+            model(X)
         train(model, optimizer, 3)
     assert phases(monitor) == PHASES and told(monitor)[-1] == ("train", 5, 1)
 

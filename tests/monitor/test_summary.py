@@ -54,6 +54,12 @@ CHANGES: dict[str, tuple[list[Seconds], dict[str, float], str]] = {
     "optimizer": (OPTIMIZER, {"optimizer": 0.25}, "ShardedOptimizer"),
     "optimizer on one device": (OPTIMIZER, {"optimizer": 0.25}, "fused=True"),
     "processes": (both(ACROSS), {"communication hook": 0.25}, "about 4 MiB) with"),
+    "small buckets": (
+        both({"reduce local": 1.0}),
+        {"small buckets": 0.5 * 15 / 16, "overhead": 0.25},
+        "in 16 buckets of about 16 KiB",
+    ),
+    "many buckets": (both({"reduce local": 1.0}), {"overhead": 0.25}, "is small for 2 replicas"),
     # Each piece is small, together they are most of the step.
     "overhead": (
         both(SMALL),
@@ -90,6 +96,8 @@ RUNS = {
     "parameters": DATA_PARALLEL,
     "optimizer on one device": ONE_DEVICE,
     "processes": make_info(num_parameters=2**20),
+    "small buckets": make_info(buckets=16, num_parameters=2**16),
+    "many buckets": make_info(buckets=16, num_parameters=2**20),
 }
 
 
