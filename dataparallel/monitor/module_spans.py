@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -109,6 +110,7 @@ class ModuleSpans:
         elif self._open is not None:
             self._open.depth += module is self._open.module
         elif module in self._handles:
+            began = time.thread_time()
             self._num_forwards += 1
             is_first = self._called.setdefault(module, len(self._called)) == 0
             target = self._target()
@@ -117,6 +119,7 @@ class ModuleSpans:
                 self._timeline.use_devices([device], [None])
             # Of several modules each may get the batch.
             self._timeline.call((_num_samples(args, kwargs) if is_first else 0,))
+            self.seconds += time.thread_time() - began
             self._open = _Forward(module, self._timeline)
 
     def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -130,7 +133,9 @@ class ModuleSpans:
             return
         self._open = None
         if forward.end():
+            began = time.thread_time()
             mark_backward(self._timeline, flatten(output)[0])
+            self.seconds += time.thread_time() - began
         if self._num_forwards >= _ENOUGH_FORWARDS and not self._is_settled:
             self._settle()
 
