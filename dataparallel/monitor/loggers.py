@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,18 +56,24 @@ class MetricsLogger:
         self.last_step, self.next_step = 0, self._every
 
 
+def _add_scalars(writer: Any, metrics: dict[str, float], step: int) -> None:
+    for name, value in metrics.items():
+        writer.add_scalar(name, value, step)
+
+
+def _log(method: Callable[..., object], metrics: dict[str, float], step: int) -> None:
+    method(metrics, step=step)
+
+
 def _writer(target: Any) -> Callable[[dict[str, float], int], None]:
     if hasattr(target, "add_scalar"):
-
-        def write(metrics: dict[str, float], step: int) -> None:
-            for name, value in metrics.items():
-                target.add_scalar(name, value, step)
-
-        return write
+        return functools.partial(_add_scalars, target)
     for name in ("log_metrics", "log"):
-        method = getattr(target, name, None)
-        if callable(method):
-            return lambda metrics, step: method(metrics, step=step)
+        method: Any = getattr(target, name, None)
+        # Others have a method of this name, too.
+        with contextlib.suppress(TypeError, ValueError):
+            inspect.signature(method).bind({}, step=0)
+            return functools.partial(_log, method)
     raise TypeError(
         "log_to is a SummaryWriter of TensorBoard, a run of wandb, or a logger of Lightning, but "
         f"got {type(target).__name__}, which has none of add_scalar, log_metrics and log"

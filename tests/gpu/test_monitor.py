@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
+from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.nvml_processes import sees_host_processes
 from dataparallel.monitor.readings.reading import DeviceReading
@@ -87,3 +89,17 @@ def test_devices_have_torch_s_names(source: NvmlSource) -> None:
     reading = source.read()
     if not any("PCI_BUS_ID" in note for note in reading.notes):
         assert {one.uuid: one.device for one in reading.devices} == by_run
+
+
+@pytest.mark.parametrize(("width", "layers", "is_bound"), [(64, 60, True), (8192, 4, False)])
+def test_a_device_that_waits_for_the_host(width: int, layers: int, is_bound: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to("cuda:0")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    x = torch.ones(width, width, device="cuda:0")
+    with StepMonitor(model, publish=False) as monitor:
+        for _ in range(12):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {one.kind: one.gain for one in monitor.summary().findings}
+    assert (found.get("host-bound", 0.0) > 0.3) == is_bound

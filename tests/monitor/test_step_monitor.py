@@ -713,8 +713,10 @@ def test_bad_arguments_are_refused() -> None:
         StepMonitor(net)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="but got list, which has none of add_scalar"):
         StepMonitor(net(), log_to=[])
+    with pytest.raises(TypeError, match="but got RootLogger, which has none of"):
+        StepMonitor(net(), log_to=logging.getLogger())
     with pytest.raises(ValueError, match="log_every is a number of steps, at least 1, but got 0"):
-        StepMonitor(net(), log_to=logging.getLogger(), log_every=0)
+        StepMonitor(net(), log_to=Wandb(), log_every=0)
     with pytest.raises(ValueError, match=r"number of steps to keep, at least 1, but got 0"):
         StepMonitor(make()[0], keep=0)
     with pytest.raises(ValueError, match="this is no state of a run"):
