@@ -40,7 +40,8 @@ def devices() -> list[DeviceReading]:
 
     Cheap when it is called often, see Note [One reading]; the first call takes 0.1 seconds. It
     creates no context of CUDA, and never raises for what can happen to a machine: what is not
-    available is None, and a device that is lost says why in ``error``.
+    available is None, and a device that is lost says why in ``error``. Why there are none of
+    NVIDIA's is logged, at the level INFO.
 
     Example::
 
