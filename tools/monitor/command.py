@@ -262,7 +262,7 @@ def _add_plot(commands: Subparsers) -> None:
         summary="Draw recordings: devices, phases of each replica, imbalance, the last step.",
         examples=[
             "dataparallel monitor plot run.jsonl run.png",
-            "dataparallel monitor plot machine0.jsonl machine1.jsonl job.png",
+            "dataparallel monitor plot node0.jsonl node1.jsonl job.png",
             'dataparallel monitor plot run.jsonl run.pdf --title "four GPUs, batch 256"',
         ],
         run=late(
@@ -275,7 +275,7 @@ def _add_plot(commands: Subparsers) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="recordings of dataparallel monitor record, such as one of each machine of a job",
+        help="recordings of dataparallel monitor record: one, or one of each machine of a job",
     )
     parser.add_argument(
         "picture", type=Path, metavar="PICTURE", help=f"what is written: {', '.join(SUFFIXES)}"
