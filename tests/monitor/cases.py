@@ -205,9 +205,9 @@ def recording(samples: Sequence[Sample], host: str = "node0") -> Recording:
     return Recording({"host": host, "recording": host}, tuple(samples))
 
 
-def write_recording(path: Path, samples: Sequence[Sample]) -> Path:
+def write_recording(path: Path, samples: Sequence[Sample], **about: str) -> Path:
     lines = [
-        {"format": "dataparallel monitor recording", "version": 2, "interval": 1.0},
+        {"format": "dataparallel monitor recording", "version": 2, "interval": 1.0, **about},
         *(one.to_json() for one in samples),
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

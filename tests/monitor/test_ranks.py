@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import io
 import json
@@ -37,8 +38,19 @@ from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.server import Request
 from dataparallel.tools.monitor.site import routes
 from tests.cluster import Cluster
-from tests.monitor.cases import BEGIN, BUSY, FakeRun, Seconds, make_info, recording, sample
+from tests.monitor.cases import (
+    BEGIN,
+    BUSY,
+    FakeRun,
+    Seconds,
+    device,
+    make_info,
+    recording,
+    sample,
+    write_recording,
+)
 from tests.monitor.cases import run_folder as run_folder
+from tests.monitor.test_serve import exposed
 
 
 def rank(place: int, *replicas: Seconds, steps: int = 10, **changes: Any) -> FakeRun:
@@ -224,6 +236,55 @@ def test_a_report_puts_the_ranks_of_several_machines_together() -> None:
     assert (job.ranks, [one.kind for one in job.findings]) == ((0, 1), ["communication hook"])
     with pytest.raises(ValueError, match="the same recording is given twice"):
         make_report(recorded(0, 1), recorded(0, 1))
+
+
+def test_the_commands_take_a_recording_of_each_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    for i in range(2):
+        part = recorded(2 * i, 2 * i + 1)
+        readings = [dataclasses.replace(s, devices=(device(0, power=9.0),)) for s in part.samples]
+        path = tmp_path / f"node{i}.jsonl"
+        files.append(str(write_recording(path, readings, host=f"node{i}", recording=f"{i}")))
+    assert main(["monitor", "report", *files]) == 0
+    out = capsys.readouterr().out
+    assert "node0 cuda:0" in out and "node1 cuda:0" in out and "4 of 4 ranks" in out
+    table = tmp_path / "table.csv"
+    assert main(["monitor", "report", *files, "--csv", str(table)]) == 0
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(row["host"], row["run_job"], row["run_rank"]) for row in rows}
+    assert found == {(f"node{i // 2}", "node0:29500", f"{i}") for i in range(4)}
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def test_series_of_ranks_modules_and_jobs_are_told_apart() -> None:
+    """Where there have been two jobs, series keep the label of the job."""
+    pair = [rank(0, BUSY).state(), rank(1, BUSY).state()]
+    twice = [*pair, rank(1, BUSY, number=1).state()]
+    several = [*pair, FakeRun(pid=7, job="b").state()]
+    a, b = 'job="node0:29500",model="Net",rank=', 'job="b",model="Net",rank='
+    for looks, expected in (
+        ([pair], {'job="",model="Net",rank="0"': 1.0, 'job="",model="Net",rank="1"': 1.0}),
+        (
+            [twice],
+            {f'job="",model="Net{n}",rank="{r}"': 1.0 for n, r in (("", 0), (" 1", 1), (" 2", 1))},
+        ),
+        (
+            [pair, pair[:1]],
+            {'job="",model="Net",rank="0"': 1.0, 'job="",model="Net",rank="1"': 0.0},
+        ),
+        ([several], {f'{a}"0"': 1.0, f'{a}"1"': 1.0, f'{b}"0"': 1.0}),
+        ([several, pair], {f'{a}"0"': 1.0, f'{a}"1"': 1.0}),
+    ):
+        text = exposed(
+            *(dataclasses.replace(sample(float(i)), runs=tuple(s)) for i, s in enumerate(looks))
+        )
+        found = re.findall(r"dataparallel_run_up{(.*)} (.*)", text)
+        assert {labels: float(value) for labels, value in found} == expected
 
 
 # --- a real job ----------------------------------------------------------------------------------
