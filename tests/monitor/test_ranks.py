@@ -231,6 +231,10 @@ def test_a_report_puts_the_ranks_of_several_machines_together() -> None:
     assert [
         line.split() for line in out.getvalue().splitlines() if line.startswith("  rank 3")
     ] or True
+    # Jobs that look alike, at the same time.
+    states = [FakeRun(pid=i, job=f"job {i}").state() for i in range(2)]
+    samples = [dataclasses.replace(sample(float(i)), runs=tuple(states)) for i in range(2)]
+    assert [one.job for one in make_report(recording(samples)).jobs] == ["job 0", "job 1"]
     # A part of them.
     (job,) = make_report(recorded(0, 1)).jobs
     assert (job.ranks, [one.kind for one in job.findings]) == ((0, 1), ["communication hook"])

@@ -50,9 +50,10 @@ class RunWatch:
         """Ask the runs."""
         self.latest = ()
         self.latest, self._problems = self._ask()
-        for pid in self.pids:
-            if pid not in self._lives:
-                self._lives[pid] = _life(pid, with_launcher=self._pid is None)
+        new = [pid for pid in self.pids if pid not in self._lives]
+        if new:
+            alive = {pid: one for pid, one in self._lives.items() if one and _is_alive(one)}
+            self._lives = alive | {pid: _life(pid, with_launcher=self._pid is None) for pid in new}
         for listener in self._listeners if self.latest else ():
             listener([state.info for state in self.latest])
         return self.latest
