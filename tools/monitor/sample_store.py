@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import Sample, json_text
-from dataparallel.tools.monitor.alerts import changes_of_jobs, find_alerts
+from dataparallel.tools.monitor.alerts import changes_of_jobs, find_alerts, first_advice
 from dataparallel.tools.monitor.history import History, RunHistory
 from dataparallel.tools.monitor.prometheus import RunReading
 from dataparallel.tools.monitor.ranks import run_name
@@ -58,10 +57,10 @@ class SampleStore:
         states = [run.state for run in known]
         runs = [_run(run, run_name(run.state, states)) for run in known]
         changes = changes_of_jobs(self._history)
-        first = max((each[0] for each in changes.values() if each), key=_gain, default=None)
+        first = first_advice(self._history)
         more = {
             "alerts": [asdict(alert) for alert in alerts],
-            "advice": str(first) if first is not None and first.gain else None,
+            "advice": None if first is None else str(first),
             "runs": runs,
             # By job the rank for which the others wait.
             "slow": {
@@ -123,10 +122,6 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
         "scores": [] if totals is None else [one.relative for one in totals.replicas],
         "course": (speed, None if state.last is None else _short(state.last.seconds)),
     }
-
-
-def _gain(finding: Finding) -> float:
-    return finding.gain
 
 
 def _short(value: float | None) -> float | None:
