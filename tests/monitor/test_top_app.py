@@ -191,6 +191,26 @@ def test_rows_are_sorted_filtered_and_put_below_their_parents() -> None:
     play(script, OTHERS, is_live=False)
 
 
+def test_many_rows_scroll_with_the_one_that_is_chosen() -> None:
+    many = make_sample(processes=tuple(process(i, f"x{i}.py") for i in range(1, 80)))
+
+    async def script(screen: Screen) -> None:
+        # The head stays; what does not fit any more is not the end of the list.
+        for keys, first, last, chosen in (
+            ("end", 6, 1, 78),
+            ("home", 79, 74, 0),
+            ("pagedown pagedown up", 72, 67, 11),
+            ("/ x 7 enter end", 74, 7, 10),
+            ("escape", 74, 69, 72),
+        ):
+            head, *rows = [line.split()[0] for line in await screen.table(keys)]
+            found = screen.app.query_one(Table).cursor
+            rows = [one for one in rows if one.isdigit()]
+            assert (head, rows[0], rows[-1], found) == ("pid", str(first), str(last), chosen), keys
+
+    play(script, many, size=SIZES[0])
+
+
 @pytest.mark.parametrize(
     ("pattern", "pids"),
     [

@@ -173,7 +173,8 @@ class TopApp(App[None]):
         self._machine.set_styles(height=max(1, min(len(lines), room)) if has_table else "1fr")
 
     def _draw_rows(self, processes: Sequence[ProcessReading]) -> None:
-        before = self._selected
+        selected = self._selected
+        before = None if selected is None else selected.key
         rows = arranged(
             processes, self._sort, descending=self._descending, pattern=self._pattern.value
         )
@@ -187,9 +188,9 @@ class TopApp(App[None]):
         mark = "▼" if self._descending else "▲"
         lines, self._ends = table(rows, self._view.own_pids(), self._tagged, {self._sort: mark})
         self._table.show(lines)
-        keys = [row.key for row in rows]
-        if before is not None and before.key in keys:
-            self._table.choose(keys.index(before.key), is_seen=False)
+        # What is selected stays so wherever it goes, also out of sight.
+        places: dict[object, int] = {row.key: place for place, row in enumerate(rows)}
+        self._table.choose(places.get(before, self._table.cursor), is_seen=False)
 
     @property
     def _selected(self) -> Row | None:
