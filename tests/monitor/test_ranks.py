@@ -227,7 +227,7 @@ def test_a_report_puts_the_ranks_of_several_machines_together() -> None:
     assert report.advice.text.startswith("Rank 3 is slow in 'forward'")
     out = io.StringIO()
     print_report(report, Console(file=out, width=120))
-    assert "Job  node0:29500: 4 of 4 ranks, 16 samples/s together" in out.getvalue()
+    assert "Job  node0:29500: 4 of 4 ranks, 16.0 samples/s together" in out.getvalue()
     assert [
         line.split() for line in out.getvalue().splitlines() if line.startswith("  rank 3")
     ] or True

@@ -26,6 +26,7 @@ from dataparallel.tools.monitor.report import (
 from dataparallel.tools.monitor.table import write_table
 from dataparallel.tools.monitor.units import (
     bytes_of_text,
+    frequency_text,
     percent_text,
     seconds_text,
     watts_of_text,
@@ -142,9 +143,8 @@ def _device_notes(device: DeviceReport, name: str) -> Iterator[Text]:
 def _job(job: JobReport, runs: Sequence[RunReport]) -> Iterator[RenderableType]:
     """The ranks of a job beside each other, and what holds it up."""
     told = f"{job.job}: {len(job.ranks)} of {job.world_size} ranks"
-    yield Text.assemble(
-        ("Job  ", "bold"), told, f", {job.samples_per_second:.4g} samples/s together"
-    )
+    speed = frequency_text(job.samples_per_second)
+    yield Text.assemble(("Job  ", "bold"), told, f", {speed} samples/s together")
     titles = ("rank", "machine", "steps", "step", "input", "computing", "waits for others")
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     for i, title in enumerate(titles):
