@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from dataparallel.monitor.findings import RunTotals, add_up
+from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.readings.visible_devices import bare
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.summary import Summary
-from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.run_period import RunPeriod, continues, summarize_periods
 
 #: So many states are kept at most, however often samples are taken.
@@ -41,7 +40,6 @@ class RunHistory:
         # With the samples' own clock: that of the host may be set while a run is watched.
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
-        self._totals: RunTotals | None = None
         self._summary: Summary | None = None
         self._seen = elapsed
         self.gone_for: float | None = None
@@ -68,7 +66,7 @@ class RunHistory:
             self.gone_for = elapsed - self._seen
             return
         self._seen, self.gone_for = elapsed, None
-        self._period = self._totals = None
+        self._period = None
         if self._states and not continues(self._states[-1][1], state):
             self._states.clear()
         if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
@@ -116,17 +114,9 @@ class RunHistory:
         return self._summary
 
     @property
-    def totals(self) -> RunTotals | None:
-        """What the steps lately come to, or all if there were none lately; None without steps."""
-        if self._totals is None and self.state.num_steps:
-            self._totals = add_up(self.period.parts(), self.period.info)
-        return self._totals
-
-    @property
-    def shares(self) -> list[dict[Phase, float]]:
-        """Per replica the share of each phase that occurs lately; empty without steps."""
-        totals = self.totals
-        return [] if totals is None else [dict(one.shares) for one in totals.replicas]
+    def scores(self) -> Sequence[ReplicaScore]:
+        """What each replica did lately, and how fast; empty without steps."""
+        return self.summary.replicas if self.state.num_steps else ()
 
 
 class History:

@@ -85,8 +85,7 @@ class RunReading(NamedTuple):
     @staticmethod
     def of(run: RunHistory) -> RunReading:
         """What has happened in a run."""
-        scores = () if run.totals is None else run.totals.replicas
-        return RunReading(run.state, run.gone_for is None, scores)
+        return RunReading(run.state, run.gone_for is None, run.scores)
 
 
 def registry_of(

@@ -55,7 +55,9 @@ def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Te
     number = "rank.#  " if len(runs) > 1 else "#  "
     room = width - len(number) - sum(_WIDTHS) - 3
     half = room // 2
-    shares = [run.shares or [{} for _ in run.state.now] for run in runs]
+    shares: list[list[Mapping[Phase, float]]] = [
+        [one.shares for one in run.scores] or [{} for _ in run.state.now] for run in runs
+    ]
     rows = []
     for run, each in zip(runs, shares, strict=True):
         for i, share in enumerate(each):
@@ -149,7 +151,7 @@ def _columns(number: str, cells: list[Text]) -> Text:
     return line
 
 
-def _legend(shares: list[dict[Phase, float]]) -> Text:
+def _legend(shares: Sequence[Mapping[Phase, float]]) -> Text:
     entries = []
     for phase in PHASES:
         if any(phase in share for share in shares):

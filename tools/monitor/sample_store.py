@@ -107,7 +107,7 @@ class SampleStore:
 
 def _run(run: RunHistory, name: str) -> dict[str, Any]:
     """A run for the page: what it told last, and what it was like lately."""
-    state, totals = run.state, run.totals
+    state = run.state
     speed = None if run.gone_for is not None else _short(run.samples_per_second)
     return {
         "id": f"{state.host}:{state.pid}.{state.number}",
@@ -118,8 +118,8 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
         # Of a run that is gone, the last that it told.
         "state": state.to_json(),
         "gone": run.gone_for,
-        "shares": run.shares,
-        "scores": [] if totals is None else [one.relative for one in totals.replicas],
+        "shares": [one.shares for one in run.scores],
+        "scores": [one.relative for one in run.scores],
         "course": (speed, None if state.last is None else _short(state.last.seconds)),
     }
 
