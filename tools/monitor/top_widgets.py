@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -55,6 +56,15 @@ class Table(Lines):
         cursor: Place of the line that is chosen, from 0.
     """
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("pageup", "move(0, -1)", show=False),
+        Binding("pagedown", "move(0, 1)", show=False),
+        Binding("home", f"move({-sys.maxsize})", show=False),
+        Binding("end", f"move({sys.maxsize})", show=False),
+    ]
+
     class HeadClicked(Message):
         """The head was clicked on: so many cells from its beginning."""
 
@@ -80,29 +90,9 @@ class Table(Lines):
             self.scroll_to(y=min(max(self.scroll_offset.y, lowest), highest), animate=False)
         self.refresh()
 
-    def action_scroll_up(self) -> None:
-        """The line above."""
-        self.choose(self.cursor - 1)
-
-    def action_scroll_down(self) -> None:
-        """The line below."""
-        self.choose(self.cursor + 1)
-
-    def action_page_up(self) -> None:
-        """So many lines above as are seen."""
-        self.choose(self.cursor - self.size.height + 1)
-
-    def action_page_down(self) -> None:
-        """So many lines below as are seen."""
-        self.choose(self.cursor + self.size.height - 1)
-
-    def action_scroll_home(self) -> None:
-        """The first line."""
-        self.choose(0)
-
-    def action_scroll_end(self) -> None:
-        """The last line."""
-        self.choose(len(self._lines))
+    def action_move(self, lines: int = 0, pages: int = 0) -> None:
+        """Choose the line that is so many lines, or so many times what is seen, further down."""
+        self.choose(self.cursor + lines + pages * (self.size.height - 1))
 
     def on_click(self, event: events.Click) -> None:
         """Choose a line, or tell where the head was clicked on."""
