@@ -38,6 +38,8 @@ class RunWatch:
         self._pid = pid
         self._problems: tuple[str, ...] = ()
         self.latest: tuple[RunState, ...] = ()
+        #: The processes that there were last.
+        self._last: tuple[int, ...] = ()
         #: By the process of a run, the one with which it ends for good.
         self._lives: dict[int, psutil.Process | None] = {}
         self._listeners: list[Callable[[Sequence[RunInfo]], None]] = []
@@ -50,6 +52,7 @@ class RunWatch:
         """Ask the runs."""
         self.latest = ()
         self.latest, self._problems = self._ask()
+        self._last = self.pids or self._last
         new = [pid for pid in self.pids if pid not in self._lives]
         if new:
             alive = {pid: one for pid, one in self._lives.items() if one and _is_alive(one)}
@@ -79,8 +82,8 @@ class RunWatch:
             return self._problems
         if not self._lives:
             return (_NONE,)
-        who = ", ".join(map(str, self._lives))
-        if len(self._lives) == 1:
+        who = ", ".join(map(str, self._last))
+        if len(self._last) == 1:
             return (f"the run of process {who} has ended",)
         return (f"the runs of processes {who} have ended",)
 
