@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from dataparallel import torch_internals
 from dataparallel.monitor.module_spans import parameters_of
 from dataparallel.monitor.readings.cgroup import quota
 from dataparallel.monitor.record import StepRecord
@@ -155,12 +156,11 @@ class RunState:
             raise ValueError(f"this is no state of a run: {error!r} in {data!r:.200}") from error
 
 
-#: The label of each class of torch's that wraps a module, and where that is.
+#: The label of each class of torch's that wraps a module, which is its ``module``.
 _WRAPPERS = {
-    "DistributedDataParallel": ("DDP", "module"),
-    "FullyShardedDataParallel": ("FSDP", "module"),
-    "DataParallel": ("nn.DataParallel", "module"),
-    "OptimizedModule": ("torch.compile", "_orig_mod"),
+    "DistributedDataParallel": "DDP",
+    "FullyShardedDataParallel": "FSDP",
+    "DataParallel": "nn.DataParallel",
 }
 
 
@@ -201,9 +201,11 @@ def _names(target: nn.Module | Optimizer) -> tuple[str, str]:
         return type(target).__name__, "optimizer"
     found = []
     module: Any = target
-    while type(module).__name__ in _WRAPPERS:
-        label, attribute = _WRAPPERS[type(module).__name__]
-        if not isinstance(inside := getattr(module, attribute, None), nn.Module):
+    while True:
+        inside, label = torch_internals.original_module(module), "torch.compile"
+        if inside is None and type(module).__name__ in _WRAPPERS:
+            inside, label = getattr(module, "module", None), _WRAPPERS[type(module).__name__]
+        if not isinstance(inside, nn.Module):
             break
         found.append(label)
         module = inside
