@@ -34,7 +34,7 @@ from dataparallel import torch_internals
 from dataparallel.batch.tree import flatten
 from dataparallel.threads.timeline import Listener, Span, Timeline, mark_backward
 
-#: After so many forwards it is known which modules are called, also without an optimizer.
+#: After so many forwards without gradients it is known which modules are called.
 _ENOUGH_FORWARDS = 32
 
 
@@ -111,7 +111,7 @@ class ModuleSpans:
             self._open.depth += module is self._open.module
         elif module in self._handles:
             began = time.thread_time()
-            self._num_forwards += 1
+            self._num_forwards += not torch.is_grad_enabled()
             is_first = self._called.setdefault(module, len(self._called)) == 0
             target = self._target()
             device = None if target is None else device_of(target)

@@ -161,7 +161,10 @@ class Timeline:
 
     def span(self, phase: Phase, replica: int | None = None) -> AbstractContextManager[object]:
         """The time of a ``with`` block is a phase of one replica, or of all of them."""
-        if not self.listeners:
+        # An event in a graph tells no time.
+        if not self.listeners or (
+            self.has_events and any(map(_devices.is_capturing, self.devices))
+        ):
             return NO_SPAN
         everyone = tuple(range(len(self.devices)))
         self._num_spans += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -212,6 +213,17 @@ def test_a_wrapper_in_a_replica_of_another_one_tells_its_own_timeline() -> None:
     call()
     # To the third replica of the outer wrapper none of the inner one belongs.
     assert sorted(span.replicas for span in found) == [(0,), BOTH, BOTH, (1,)]
+
+
+def test_no_phase_is_told_of_what_is_recorded_in_a_graph() -> None:
+    found: list[Span] = []
+    line = Timeline([torch.device("virtual:0")])
+    line.subscribe(Listener(found.append))
+    device: Any = torch.get_device_module("virtual")
+    for recorded in (device.graph(device.VirtualGraph(), stream=torch.Stream("virtual:0")), None):
+        with recorded or contextlib.nullcontext(), line.span("forward"):
+            pass
+        assert bool(found) == (recorded is None)
 
 
 # --- from spans to steps, with spans whose times are given ------------------------------------
