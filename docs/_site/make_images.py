@@ -85,9 +85,12 @@ def train() -> None:
 @contextlib.contextmanager
 def started(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A Python that is ended at the end of the ``with`` block."""
+    # By a short name: `top` shows the command.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     process = subprocess.Popen(
-        [sys.executable, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **environment},
+        ["python", *words],
+        env={**os.environ, "PATH": path, **threads, **environment},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -154,7 +157,9 @@ def main() -> None:
         job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **place}
         job |= {"MASTER_PORT": "29731"}
         ranks = [
-            running.enter_context(started(__file__, "train", RANK=rank, LOCAL_RANK=rank, **job))
+            running.enter_context(
+                started(os.path.relpath(__file__), "train", RANK=rank, LOCAL_RANK=rank, **job)
+            )
             for rank in ("0", "1")
         ]
         while len(list(Path(folder).glob("*.sock"))) < len(ranks):

@@ -80,7 +80,9 @@ class Table(Lines):
         """The head, or the part of a line that can be seen."""
         place = y + self.scroll_offset.y if y else 0
         strip = self._part(place)
-        return strip.apply_style(_CURSOR) if place and place == self.cursor + 1 else strip
+        is_chosen = place and place == self.cursor + 1
+        # All of it in one color.
+        return Strip([Segment(strip.text, _CURSOR)]) if is_chosen else strip
 
     def choose(self, place: int, *, is_seen: bool = True) -> None:
         """Choose a line, or the one that is next to it, and scroll so that it ``is_seen``."""
