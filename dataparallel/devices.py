@@ -186,9 +186,14 @@ def recording(stream: torch.Stream, pool: Any) -> Iterator[Any]:
         yield graph
 
 
+def _module(device: torch.device) -> Any:
+    """What answers for a device, whichever ``torch.accelerator`` is: there may be virtual ones."""
+    return torch.get_device_module(device)
+
+
 def memory_allocated(device: torch.device) -> int:
     """Bytes that tensors occupy on an accelerator; 0 on the CPU, where torch does not count."""
-    return 0 if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+    return 0 if device.type == "cpu" else int(_module(device).memory_allocated(device))
 
 
 class Memory(NamedTuple):
@@ -206,10 +211,10 @@ def memory_of(device: torch.device) -> Memory:
     """What is known of a device's memory."""
     if device.type == "cpu":
         return Memory()
-    stats, total = torch.accelerator.memory_stats(device), 0
+    stats, total = _module(device).memory_stats(device), 0
     # Not each backend tells it.
     with contextlib.suppress(RuntimeError):
-        total = torch.accelerator.get_memory_info(device)[1]
+        total = _module(device).mem_get_info(device)[1]
     retries = stats.get("num_alloc_retries", 0)
     return Memory(stats.get("allocated_bytes.all.peak", 0), total, retries)
 

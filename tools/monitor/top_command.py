@@ -16,12 +16,12 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
+from dataparallel.errors import needs_extra
 from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.signals import handled
-from dataparallel.tools.monitor.top_app import TopApp
 from dataparallel.tools.monitor.view import View
 
 #: Between the two samples of --once, at most; rates need two.
@@ -92,6 +92,10 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
         RuntimeError: Sampling has failed.
         SystemExit: A signal has ended it.
     """
+    # What is printed needs no textual.
+    with needs_extra("monitor"):
+        from dataparallel.tools.monitor.top_app import TopApp
+
     arrived: deque[Sample] = deque(maxlen=_MOST_ARRIVED)
     received: list[int] = []
     # Ctrl-C from elsewhere, a polite kill, and the terminal's window that is closed. What is
