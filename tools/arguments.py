@@ -134,8 +134,9 @@ def above_zero(text: str) -> float:
 
 def count(text: str) -> int:
     """Convert a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    # Python refuses to read thousands of digits.
+    if not text.isdecimal() or len(text) > 18 or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
     return int(text)
 
 

@@ -137,7 +137,7 @@ def test_points_come_once_and_the_latest_sample_whole() -> None:
     assert sample["runs"][0]["shares"][1]["idle"] == pytest.approx(0.353, abs=0.01)
     assert point["devices"]["cuda:3"][0] is None
     # Six steps a second, of 104 samples each.
-    (course,) = point["runs"].values()
+    (course,) = point["jobs"].values()
     assert course == [pytest.approx(624), pytest.approx(0.17)]
 
 
@@ -179,7 +179,7 @@ SCORES = ((0, 0.516), (1, 1.0))
 def exposed(*samples: Sample) -> str:
     """What is told after the last of some samples; it is also asked for at the others."""
     store = SampleStore()
-    registry = registry_of(lambda: store.latest, lambda: store.runs)
+    registry = registry_of(store)
     text = generate_latest(registry)
     for sample in samples:
         store.add(sample)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.nvml_errors import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
-from dataparallel.monitor.run import RunState
-from dataparallel.monitor.summary import Summary
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.history import History, RunHistory, replicas_on
-from dataparallel.tools.monitor.ranks import find_in_job, run_name
+from dataparallel.tools.monitor.ranks import run_name
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.
 HOT = 85.0
@@ -38,7 +36,7 @@ def find_alerts(history: History) -> list[Finding]:
     states = [run.state for run in history.runs]
     for run in history.runs:
         found.extend(_of_run(run, run_name(run.state, states)))
-    for findings in changes_of_jobs(history).values():
+    for findings in history.changes.values():
         # What a report of the same samples tells, as far as it costs much.
         found.extend(one for one in findings if one.severity == "warning")
     return sorted(found, key=lambda one: one.severity != "error")
@@ -69,22 +67,6 @@ def _reported(device: DeviceReading) -> list[Finding]:
         )
         found.append(Finding("memory errors", text, "warning"))
     return found
-
-
-def changes_of_jobs(history: History) -> dict[str, list[Finding]]:
-    """By job that is there, all that is worth a change, the largest gain first."""
-    states = [run.state for run in history.runs]
-    there: dict[str, list[tuple[RunState, Summary]]] = {}
-    for run in history.runs:
-        if run.gone_for is None:
-            there.setdefault(run.state.job, []).append((run.state, run.summary))
-    return {job: find_in_job(runs, states) for job, runs in there.items()}
-
-
-def first_advice(history: History) -> Finding | None:
-    """What to change first in the jobs that are there, also where it is no warning."""
-    found = [one for each in changes_of_jobs(history).values() for one in each[:1] if one.gain]
-    return max(found, key=lambda one: one.gain, default=None)
 
 
 def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:

@@ -22,7 +22,7 @@ class BackgroundSampler:
         sampler: What takes the samples; it is closed with this.
         use: Called once, in that thread, with all samples as they come.
         patience: How long to wait at the end for a reading that is under way, in seconds.
-            Default: 5.
+            Default: 1.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class BackgroundSampler:
         sampler: Sampler,
         use: Callable[[Iterable[Sample]], object],
         *,
-        patience: float = 5.0,
+        patience: float = 1.0,
     ) -> None:
         self._sampler = sampler
         self._use = use

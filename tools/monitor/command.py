@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.arguments import add_command, late
+from dataparallel.tools.arguments import add_command, count, late
 from dataparallel.tools.monitor.sizes import duration, size
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ def add_to(commands: Subparsers) -> None:
     _add_report(parts)
     _add_serve(parts)
     _add_grafana(parts)
+
+
+def _late(module: str) -> Callable[[argparse.Namespace], int]:
+    return late(
+        lambda: importlib.import_module(f"dataparallel.tools.monitor.{module}"), extra="monitor"
+    )
 
 
 def add_sampler_options(parser: argparse.ArgumentParser) -> None:
@@ -100,10 +107,7 @@ def _add_top(commands: Subparsers) -> None:
             "dataparallel monitor top --once --json > machine.json",
             "dataparallel monitor top --source run.jsonl --speed 10",
         ],
-        run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.top_command"),
-            extra="monitor",
-        ),
+        run=_late("top_command"),
     )
     add_sampler_options(parser)
     parser.add_argument(
@@ -125,10 +129,7 @@ def _add_record(commands: Subparsers) -> None:
             "dataparallel monitor record run.jsonl --for 10min --attach auto",
             "dataparallel monitor record run.jsonl --interval 5 --max-size 1GB --keep 2",
         ],
-        run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.record_command"),
-            extra="monitor",
-        ),
+        run=_late("record_command"),
     )
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="where to record; a recording is continued"
@@ -152,7 +153,7 @@ def _add_record(commands: Subparsers) -> None:
     )
     parser.add_argument(
         "--keep",
-        type=_number_of_files,
+        type=count,
         default=5,
         metavar="NUMBER",
         help="how many older files are kept; so all take at most SIZE times NUMBER + 1 (default: "
@@ -170,10 +171,7 @@ def _add_serve(commands: Subparsers) -> None:
             "dataparallel monitor serve --port 0 --source cpu",
             f"{TOKEN_VARIABLE}=secret dataparallel monitor serve --host 0.0.0.0",
         ],
-        run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.serve_command"),
-            extra="monitor",
-        ),
+        run=_late("serve_command"),
     )
     add_sampler_options(parser)
     parser.add_argument(
@@ -208,10 +206,7 @@ def _add_grafana(commands: Subparsers) -> None:
         "grafana",
         summary="Print a dashboard for Grafana, with all that `monitor serve` tells Prometheus.",
         examples=["dataparallel monitor grafana > dashboard.json"],
-        run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.grafana_command"),
-            extra="monitor",
-        ),
+        run=_late("grafana_command"),
     )
 
 
@@ -234,24 +229,25 @@ def _add_report(commands: Subparsers) -> None:
             "dataparallel monitor report run.jsonl --json > report.json",
             "dataparallel monitor report run.jsonl --csv run.csv",
         ],
-        run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.report_command"),
-            extra="monitor",
-        ),
+        run=_late("report_command"),
     )
-    parser.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="recordings of dataparallel monitor record: one, or one of each machine of a job",
-    )
+    _add_recordings(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--csv",
         type=Path,
         metavar="TABLE",
         help="write all samples into a table instead, a row per device and sample",
+    )
+
+
+def _add_recordings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="recordings of dataparallel monitor record: one, or one of each machine of a job",
     )
 
 
@@ -265,18 +261,9 @@ def _add_plot(commands: Subparsers) -> None:
             "dataparallel monitor plot node0.jsonl node1.jsonl job.png",
             'dataparallel monitor plot run.jsonl run.pdf --title "four GPUs, batch 256"',
         ],
-        run=late(
-            lambda: importlib.import_module("dataparallel.tools.monitor.plot"),
-            extra="monitor",
-        ),
+        run=_late("plot"),
     )
-    parser.add_argument(
-        "files",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="recordings of dataparallel monitor record: one, or one of each machine of a job",
-    )
+    _add_recordings(parser)
     parser.add_argument(
         "picture", type=Path, metavar="PICTURE", help=f"what is written: {', '.join(SUFFIXES)}"
     )
@@ -285,10 +272,7 @@ def _add_plot(commands: Subparsers) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value <= 86400:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of seconds above 0 and of at most a day"
@@ -297,13 +281,17 @@ def _seconds(text: str) -> float:
 
 
 def _speed(text: str) -> float:
-    try:
-        value = math.inf if text == "max" else float(text)
-    except ValueError:
-        value = math.nan
+    value = math.inf if text == "max" else _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor max")
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _max_size(text: str) -> int:
@@ -313,9 +301,3 @@ def _max_size(text: str) -> int:
             f"{text!r} is less than {_SMALLEST} bytes, too little for a recording; 100MB is usual"
         )
     return value
-
-
-def _number_of_files(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18 or not int(text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
-    return int(text)

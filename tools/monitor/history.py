@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from dataparallel.monitor.findings import ReplicaScore
+from dataparallel.monitor.findings import Finding, ReplicaScore
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.readings.visible_devices import bare
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.summary import Summary
+from dataparallel.tools.monitor.ranks import find_in_job
 from dataparallel.tools.monitor.run_period import RunPeriod, continues, summarize_periods
 
-#: So many states are kept at most, however often samples are taken.
+#: So many states of a run are kept at most, and so many samples of a device.
 _MAX_STATES = 1000
+_MAX_SAMPLES = 600
+#: So many seconds count as lately, or the last step if it is older.
+_WINDOW = 10.0
 
 
 class RunHistory:
@@ -23,7 +27,6 @@ class RunHistory:
         state: The first one.
         elapsed: Seconds since the first sample.
         slowed: By the name of a device, why it is slowed down. Default: none is.
-        window: So many seconds count as lately, or the last step if it is older. Default: 10.
 
     Attributes:
         gone_for: Seconds since the run was seen last; None while it is there.
@@ -34,9 +37,7 @@ class RunHistory:
         state: RunState,
         elapsed: float,
         slowed: Mapping[str, str] | None = None,
-        window: float = 10.0,
     ) -> None:
-        self._window = window
         # With the samples' own clock: that of the host may be set while a run is watched.
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
@@ -75,7 +76,7 @@ class RunHistory:
         self._states.append((elapsed, state))
         while (
             len(self._states) > 2
-            and self._states[1][0] <= elapsed - self._window
+            and self._states[1][0] <= elapsed - _WINDOW
             and self._states[1][1].num_steps < state.num_steps
         ):
             self._states.popleft()
@@ -129,17 +130,15 @@ class History:
             history.add(sample)
             print(history.course("cpu"))
 
-    Args:
-        length: How many samples are kept. Default: 600.
-
     Attributes:
         sample: The newest sample; None before the first one.
+        changes: By job that is there, all that is worth a change, the largest gain first.
     """
 
-    def __init__(self, length: int = 600) -> None:
+    def __init__(self) -> None:
         self.sample: Sample | None = None
+        self.changes: dict[str, list[Finding]] = {}
         self._runs: dict[tuple[str, int, int], RunHistory] = {}
-        self._length = length
         self._courses: dict[str, deque[float | None]] = {}
         self._since: dict[str, float] = {}
 
@@ -151,9 +150,10 @@ class History:
             self._runs.clear()
         self.sample = sample
         self._add_runs(sample)
+        self.changes = self._find_changes()
         busy = {device.device: device.value("utilization") for device in sample.devices}
         for name in dict.fromkeys([*self._courses, *busy]):
-            course = self._courses.setdefault(name, deque(maxlen=self._length))
+            course = self._courses.setdefault(name, deque(maxlen=_MAX_SAMPLES))
             course.append(busy.get(name))
 
     def _add_runs(self, sample: Sample) -> None:
@@ -170,6 +170,20 @@ class History:
         for identity, state in states.items():
             slowed = slowed_devices(sample, state.info)
             self._runs[identity] = RunHistory(state, sample.elapsed, slowed)
+
+    def _find_changes(self) -> dict[str, list[Finding]]:
+        states = [run.state for run in self.runs]
+        there: dict[str, list[tuple[RunState, Summary]]] = {}
+        for run in self.runs:
+            if run.gone_for is None:
+                there.setdefault(run.state.job, []).append((run.state, run.summary))
+        return {job: find_in_job(runs, states) for job, runs in there.items()}
+
+    @property
+    def advice(self) -> Finding | None:
+        """What to change first in the jobs that are there, also where it is no warning."""
+        found = [each[0] for each in self.changes.values() if each[0].gain]
+        return max(found, key=lambda one: one.gain, default=None)
 
     @property
     def runs(self) -> list[RunHistory]:
@@ -210,6 +224,18 @@ def replicas_on(device: str, uuid: str | None, info: RunInfo) -> list[int]:
         for i, (name, known) in enumerate(zip(info.devices, info.uuids, strict=True))
         if _is_same(device, uuid, name, known)
     ]
+
+
+def users_of(device: DeviceReading, runs: Sequence[RunHistory]) -> str:
+    """The replicas on a device, in words; with their ranks where there are several runs."""
+    found = {}
+    for run in runs:
+        own = replicas_on(device.device, device.uuid, run.state.info)
+        if own and run.gone_for is None:
+            # Modules of one process have the same devices.
+            rank = f"rank {run.state.rank} " if len(runs) > 1 else ""
+            found[f"{rank}replica {', '.join(map(str, own))}"] = None
+    return "; ".join(found)
 
 
 def reading_of(sample: Sample, name: str, uuid: str | None) -> DeviceReading | None:

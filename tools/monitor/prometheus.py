@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dataparallel.errors import needs_extra
-from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
 from dataparallel.monitor.run import RunState
 from dataparallel.threads.timeline import PHASES
-from dataparallel.tools.monitor.history import RunHistory
 from dataparallel.tools.monitor.ranks import model_name, process_name
+from dataparallel.tools.monitor.sample_store import RunReading, SampleStore
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -74,34 +73,12 @@ _MEANINGS = {
 }
 
 
-class RunReading(NamedTuple):
-    """A run that is watched, as it was last."""
-
-    state: RunState
-    is_up: bool
-    #: How fast its replicas are lately.
-    scores: Sequence[ReplicaScore]
-
-    @staticmethod
-    def of(run: RunHistory) -> RunReading:
-        """What has happened in a run."""
-        return RunReading(run.state, run.gone_for is None, run.scores)
-
-
-def registry_of(
-    latest: Callable[[], Sample | None],
-    runs: Callable[[], Sequence[RunReading]] = tuple,
-) -> CollectorRegistry:
-    """A registry that tells the latest sample, and nothing else.
+def registry_of(store: SampleStore) -> CollectorRegistry:
+    """A registry that tells the latest sample of a store, and nothing else.
 
     Example::
 
-        registry = registry_of(lambda: sample)
-        print(prometheus_client.generate_latest(registry).decode())
-
-    Args:
-        latest: Tells the latest sample; None if there is none yet.
-        runs: Tells the runs that are watched. Default: there are none.
+        print(prometheus_client.generate_latest(registry_of(store)).decode())
 
     Raises:
         ImportError: prometheus-client is not installed.
@@ -109,34 +86,29 @@ def registry_of(
     with needs_extra("monitor"):
         from prometheus_client import CollectorRegistry
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(SampleCollector(latest, runs))
+    registry.register(SampleCollector(store))
     return registry
 
 
 class SampleCollector:
-    """Turns the latest sample into metrics; its arguments are those of :func:`registry_of`."""
+    """Turns the latest sample of a store into metrics."""
 
-    def __init__(
-        self,
-        latest: Callable[[], Sample | None],
-        runs: Callable[[], Sequence[RunReading]],
-    ) -> None:
-        self._latest = latest
-        self._runs = runs
+    def __init__(self, store: SampleStore) -> None:
+        self._store = store
         self._lock = threading.Lock()
         self._reasons: dict[str, None] = {}
         self._saw_jobs = False
 
     def collect(self) -> Iterable[Family]:
         """All metrics that have a value now."""
-        sample = self._latest()
+        sample = self._store.latest
         families = _Families()
         families.tell("build_info", 1, version=metadata.version("dataparallel"))
         if sample is not None:
             with self._lock:
                 for device in sample.devices:
                     self._reasons.update(dict.fromkeys(device.throttle))
-                runs = self._runs()
+                runs = self._store.runs
                 states = [run.state for run in runs]
                 self._saw_jobs = self._saw_jobs or len({one.job for one in states}) > 1
                 reasons, has_jobs = list(self._reasons), self._saw_jobs

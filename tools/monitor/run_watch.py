@@ -10,6 +10,8 @@ from dataparallel.monitor.attach import Answers, ask, runs
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.tools.monitor.ranks import process_name
 
+#: How long the answers of runs may take, in seconds.
+_TIMEOUT = 1.0
 _NONE = (
     "no run can be watched now: put the training loop into "
     "`with dataparallel.monitor.StepMonitor(model):`"
@@ -111,19 +113,18 @@ def _is_alive(process: psutil.Process) -> bool:
         return True
 
 
-def watch_runs(chosen: str, timeout: float = 1.0) -> RunWatch:
+def watch_runs(chosen: str) -> RunWatch:
     """Attach to runs.
 
     Args:
         chosen: The number of a process, or ``"auto"`` for all runs that can be watched, also those
             that begin later.
-        timeout: How long their answers may take, in seconds. Default: 1.
 
     Raises:
         ValueError: The process has no run; the message lists those that have.
     """
     if chosen == "auto":
-        return RunWatch(lambda: ask(None, timeout))
+        return RunWatch(lambda: ask(None, _TIMEOUT))
     found = runs()
     known = f"these processes can be watched: {', '.join(map(str, found))}" if found else _NONE
     if not chosen.isdecimal() or len(chosen) > 18:
@@ -133,4 +134,4 @@ def watch_runs(chosen: str, timeout: float = 1.0) -> RunWatch:
     pid = int(chosen)
     if pid not in found:
         raise ValueError(f"process {pid} has no run that can be watched; {known}")
-    return RunWatch(lambda: ask(pid, timeout), pid)
+    return RunWatch(lambda: ask(pid, _TIMEOUT), pid)

@@ -7,16 +7,26 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
+from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.readings.reading import Sample, json_text
-from dataparallel.tools.monitor.alerts import changes_of_jobs, find_alerts, first_advice
-from dataparallel.tools.monitor.history import History, RunHistory
-from dataparallel.tools.monitor.prometheus import RunReading
+from dataparallel.monitor.run import RunState
+from dataparallel.tools.monitor.alerts import find_alerts
+from dataparallel.tools.monitor.history import History, RunHistory, users_of
 from dataparallel.tools.monitor.ranks import run_name
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")
+
+
+class RunReading(NamedTuple):
+    """A run that is watched, as it was last."""
+
+    state: RunState
+    is_up: bool
+    #: How fast its replicas are lately.
+    scores: Sequence[ReplicaScore]
 
 
 class SampleStore:
@@ -51,21 +61,19 @@ class SampleStore:
 
     def add(self, sample: Sample) -> None:
         """Keep one more sample; by one thread only."""
-        self._history.add(sample)
-        alerts = find_alerts(self._history)
-        known = self._history.runs
+        history = self._history
+        history.add(sample)
+        known = history.runs
         states = [run.state for run in known]
-        runs = [_run(run, run_name(run.state, states)) for run in known]
-        changes = changes_of_jobs(self._history)
-        first = first_advice(self._history)
         more = {
-            "alerts": [asdict(alert) for alert in alerts],
-            "advice": None if first is None else str(first),
-            "runs": runs,
+            "alerts": [asdict(alert) for alert in find_alerts(history)],
+            "advice": None if history.advice is None else str(history.advice),
+            "runs": [_run(run, run_name(run.state, states)) for run in known],
+            "users": {device.device: users_of(device, known) for device in sample.devices},
             # By job the rank for which the others wait.
             "slow": {
                 job: one.numbers["rank"]
-                for job, each in changes.items()
+                for job, each in history.changes.items()
                 for one in each
                 if one.kind == "slow rank"
             },
@@ -77,12 +85,13 @@ class SampleStore:
                 device.device: [_short(device.value(metric)) for metric in CHARTED]
                 for device in sample.devices
             },
+            "jobs": {job: _course(known, job) for job in history.changes},
         }
-        point["runs"] = {run["id"]: run["course"] for run in runs if run["gone"] is None}
         with self._lock:
             self._points.append((sample.time, json_text(point)))
             self._text = text
-            self.latest, self.runs = sample, tuple(map(RunReading.of, known))
+            self.latest = sample
+            self.runs = [RunReading(one.state, one.gone_for is None, one.scores) for one in known]
 
     def feed(self, samples: Iterable[Sample]) -> None:
         """Keep samples until there are no more, which readers are told."""
@@ -108,9 +117,7 @@ class SampleStore:
 def _run(run: RunHistory, name: str) -> dict[str, Any]:
     """A run for the page: what it told last, and what it was like lately."""
     state = run.state
-    speed = None if run.gone_for is not None else _short(run.samples_per_second)
     return {
-        "id": f"{state.host}:{state.pid}.{state.number}",
         "name": name,
         "job": state.job,
         "rank": state.rank,
@@ -120,8 +127,23 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
         "gone": run.gone_for,
         "shares": [one.shares for one in run.scores],
         "scores": [one.relative for one in run.scores],
-        "course": (speed, None if state.last is None else _short(state.last.seconds)),
     }
+
+
+def _course(runs: Sequence[RunHistory], job: str) -> list[float | None]:
+    """Of the ranks of a job: samples per second, all together, and the longest last step."""
+    there = [run for run in runs if run.state.job == job and run.gone_for is None]
+    # Modules of one rank are given the same samples.
+    speeds: dict[int, float] = {}
+    for run in there:
+        speed, rank = run.samples_per_second, run.state.rank
+        if speed is not None:
+            speeds[rank] = max(speed, speeds.get(rank, 0.0))
+    steps = [run.state.last.seconds for run in there if run.state.last is not None]
+    return [
+        _short(sum(speeds.values()) if speeds else None),
+        _short(max(steps, default=None)),
+    ]
 
 
 def _short(value: float | None) -> float | None:

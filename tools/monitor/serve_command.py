@@ -33,9 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
         _say_where(server)
         try:
             with (
-                stopped_by_signals(),
+                # As Ctrl-C does: a service manager or a container says so.
+                handled([signal.SIGTERM], signal.default_int_handler),
                 serving(server),
-                BackgroundSampler(sampler, store.feed, patience=2.0) as background,
+                BackgroundSampler(sampler, store.feed) as background,
             ):
                 # Or Ctrl-C ends it.
                 background.wait_for_failure()
@@ -70,14 +71,3 @@ def _say_where(server: MonitorServer) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """End as by Ctrl-C when a service manager or a container says so."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with handled([signal.SIGTERM], interrupt):
-        yield

@@ -62,7 +62,7 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
     files[""] = files.pop("index.html")
     return {
         **{f"/{name}": Route(partial(_same, file), is_public=True) for name, file in files.items()},
-        "/metrics": Route(_metrics(registry_of(lambda: store.latest, lambda: store.runs))),
+        "/metrics": Route(_metrics(registry_of(store))),
         "/api/about": Route(partial(_same, told)),
         "/api/samples": Route(partial(_samples, store)),
     }

@@ -107,7 +107,7 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
     with (
         handled(numbers, lambda number, frame: received.append(number)),
         # A reading that hangs must not keep anybody from leaving.
-        BackgroundSampler(sampler, arrived.extend, patience=1.0) as background,
+        BackgroundSampler(sampler, arrived.extend) as background,
     ):
         app = TopApp(
             View(interval=sampler.interval),

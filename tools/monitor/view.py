@@ -12,7 +12,7 @@ from rich.text import Text
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts, first_advice
+from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
 from dataparallel.tools.monitor.bars import (
     ACCENT,
     ALARM,
@@ -25,10 +25,12 @@ from dataparallel.tools.monitor.bars import (
     joined,
     sparkline,
 )
-from dataparallel.tools.monitor.history import History, in_order, replicas_on
+from dataparallel.tools.monitor.history import History, in_order, users_of
 from dataparallel.tools.monitor.process_rows import arranged, table
 from dataparallel.tools.monitor.replica_lines import replica_lines
 
+#: Beside the advice, where there is a line for each.
+_MOST_ALERTS = 2
 _UTILIZATION, _MEMORY, _POWER, _COURSE = "#2d9cdb", "#43a867", "#cc8a2e", "#2f86ad"
 
 
@@ -49,15 +51,14 @@ class View:
         self.history = History()
         self._interval = interval
         self._alerts: list[Finding] = []
-        self._advice: Finding | None = None
 
     def add(self, sample: Sample) -> None:
         """Show this sample from now on."""
         self.history.add(sample)
         self._alerts = find_alerts(self.history)
-        self._advice = first_advice(self.history)
-        if self._advice is not None and self._advice not in self._alerts:
-            self._alerts.append(self._advice)
+        advice = self.history.advice
+        if advice is not None and advice not in self._alerts:
+            self._alerts.append(advice)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -85,10 +86,11 @@ class View:
         first = Text(" · ".join(filter(None, parts)), "bold")
         return [first] if sample.host is None else [first, _host_line(sample.host, width)]
 
-    def summary(self, width: int, most: int = 2) -> list[Text]:
+    def summary(self, width: int) -> list[Text]:
         """What is worst and what to change first, a line each, and how much more there is."""
-        others = [one for one in self._alerts if one != self._advice][:most]
-        shown = [one for one in self._alerts if one in others or one == self._advice]
+        advice = self.history.advice
+        others = [one for one in self._alerts if one != advice][:_MOST_ALERTS]
+        shown = [one for one in self._alerts if one in others or one == advice]
         lines = [_alert_text(one, is_short=True) for one in shown]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
@@ -127,7 +129,7 @@ class View:
             if device.error is not None:
                 lines.append(Text(f"{name} {clean(device.error)}", f"bold {ALARM}"))
             elif full and device.parent is None:
-                title = [Text(name, "bold"), Text(self._replicas_on(device), ACCENT)]
+                title = [Text(name, "bold"), Text(users_of(device, self.history.runs), ACCENT)]
                 told = Text(clean(device.name), "dim")
                 lines.append(joined([*title, *_facts(device), told], "  "))
                 course = self.history.course(device.device)
@@ -135,16 +137,6 @@ class View:
             else:
                 lines.append(_one_line(device, name, width))
         return lines
-
-    def _replicas_on(self, device: DeviceReading) -> str:
-        runs = self.history.runs
-        # Modules of one process have the same devices.
-        mine = dict.fromkeys(
-            f"{run.state.rank}.{i}" if len(runs) > 1 else f"{i}"
-            for run in runs
-            for i in replicas_on(device.device, device.uuid, run.state.info)
-        )
-        return f"replica{'s' * (len(mine) > 1)} {', '.join(mine)}" if mine else ""
 
     def own_pids(self) -> set[int]:
         """The processes of the runs that are watched."""

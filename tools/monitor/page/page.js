@@ -265,18 +265,11 @@ function showJobs(sample, points) {
     write(one("h2 span"), [...new Set(runs.map((run) => run.state.info.model))].join(" and "));
     write(one("h2 small"), facts.join(", "));
     sections[i].classList.toggle("past", isGone);
-    // Models of one rank are given the same samples.
-    const course = (j, merge) => points.map((point) => {
-      const each = [...ranks].flatMap((rank) => {
-        const known = runs.filter((run) => run.rank === rank && point.runs?.[run.id]?.[j] != null);
-        return known.length ? [Math.max(...known.map((run) => point.runs[run.id][j]))] : [];
-      });
-      return each.length ? merge(each) : null;
-    });
+    const course = (j) => points.map((point) => point.jobs?.[first.job]?.[j] ?? null);
     const [all, slowest] = ranks.size > 1 ? [", all ranks", ", slowest rank"] : ["", ""];
     const place = one(".charts");
-    chart(place, `Throughput${all}`, "samples/s", times, course(0, (each) => each.reduce((a, b) => a + b)));
-    chart(place, `Step${slowest}`, "s", times, course(1, (each) => Math.max(...each)));
+    chart(place, `Throughput${all}`, "samples/s", times, course(0));
+    chart(place, `Step${slowest}`, "s", times, course(1));
     one(".shares").replaceChildren(...runs.map((run) => sharesOf(run, runs, sample)));
     const lasts = runs.filter((run) => run.state.last !== null);
     one(".last").replaceChildren(...lasts.map((run) => lastOf(run, runs)));
@@ -348,7 +341,7 @@ function showDevices(sample, points) {
     const { device, name, uuid, values, throttle, parent: whole, error } = one;
     const text = (selector, ...parts) => write(rows[i].querySelector(selector), parts.filter(Boolean).join(", "));
     text("b", device);
-    text("p", name, whole && `part of ${whole}`, values.temperature != null && show(values.temperature, "C"), usersOf(one, sample.runs));
+    text("p", name, whole && `part of ${whole}`, values.temperature != null && show(values.temperature, "C"), sample.users[device]);
     text(".trouble", error, throttle.length && `slowed down: ${throttle.join(", ")}`);
     rows[i].querySelector(".trouble").className = `trouble ${error === null ? "warning" : "error"}`;
     for (const metric of charted) {
@@ -362,19 +355,6 @@ function showDevices(sample, points) {
     if (uuid !== null) facts.push(["identity", uuid]);
     define(rows[i].querySelector("details"), facts);
   });
-}
-
-/** The replicas that are on a device. */
-function usersOf({ device, uuid }, runs) {
-  return runs
-    .filter((run) => run.gone === null)
-    .map((run) => {
-      const { devices, uuids, world_size: size } = run.state.info;
-      const own = devices.flatMap((name, i) => ((uuids[i] === null || uuid === null ? name === device : uuids[i] === uuid) ? [i] : []));
-      return own.length && `${size > 1 ? `rank ${run.rank} ` : ""}replica ${own.join(", ")}`;
-    })
-    .filter(Boolean)
-    .join("; ");
 }
 
 function showProcesses(processes) {
