@@ -88,24 +88,10 @@ class StepRecord:
         """
         try:
             replicas = tuple(
-                ReplicaStep(
-                    int(one["index"]),
-                    str(one["device"]),
-                    int(one["samples"]),
-                    tuple(_segment(segment) for segment in one["segments"]),
-                    float(one.get("host_bound", 0.0)),
-                )
+                ReplicaStep(**{**one, "segments": tuple(map(_segment, one["segments"]))})
                 for one in data["replicas"]
             )
-            return StepRecord(
-                int(data["number"]),
-                "train" if data["kind"] == "train" else "inference",
-                float(data["time"]),
-                float(data["seconds"]),
-                int(data["samples"]),
-                replicas,
-                int(data.get("calls", 1)),
-            )
+            return StepRecord(**{**data, "replicas": replicas})
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is no record of a step: {error!r} in {data!r:.200}") from error
 
@@ -115,4 +101,4 @@ def _segment(data: Mapping[str, Any]) -> Segment:
         raise ValueError(
             f"{data['phase']!r} is no phase of a replica; it may come from a newer version"
         )
-    return Segment(data["phase"], float(data["begin"]), float(data["end"]))
+    return Segment(**data)

@@ -195,7 +195,7 @@ def test_which_runs_are_shown_when_they_are_gone(
     told = [one.text for one in find_alerts(history) if one.kind == "run gone"]
     assert len(told) == sum(gone is not None for _, gone in left)
     if len(left) == 2 and left[0][1] is None and told:
-        assert told[0].startswith("rank 1 (process 101) has been gone for 1.00 s")
+        assert told[0].startswith("rank 1 (process 101) has been gone for 1 s")
     # All have ended, of several jobs.
     both = live([*first, FakeRun(job="b").state()], [])
     assert {one.kind for one in find_alerts(both)} == {"run gone"} and len(both.runs) == 3
@@ -228,9 +228,6 @@ def test_a_report_puts_the_ranks_of_several_machines_together() -> None:
     out = io.StringIO()
     print_report(report, Console(file=out, width=120))
     assert "Job  node0:29500: 4 of 4 ranks, 16.0 samples/s together" in out.getvalue()
-    assert [
-        line.split() for line in out.getvalue().splitlines() if line.startswith("  rank 3")
-    ] or True
     # Jobs that look alike, at the same time.
     states = [FakeRun(pid=i, job=f"job {i}").state() for i in range(2)]
     samples = [dataclasses.replace(sample(float(i)), runs=tuple(states)) for i in range(2)]

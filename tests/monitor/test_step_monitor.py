@@ -491,8 +491,8 @@ def test_a_step_ends_when_its_device_is_done_and_nobody_waits_for_it(
     ("change", "said"),
     [
         ({}, None),
-        ({"number": {}}, "this is no record of a step"),
-        ({"replicas": [{"index": 0}]}, "KeyError.'device'"),
+        ({"new": 1}, "this is no record of a step"),
+        ({"replicas": [{"index": 0, "segments": []}]}, "'device'"),
         (
             {"replicas": [{"index": 0, "device": "", "samples": 1, "segments": [{"phase": "x"}]}]},
             "'x' is no phase of a replica; .*newer version",

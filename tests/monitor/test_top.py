@@ -130,7 +130,7 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
         # A run that is gone is the only thing told of it; another one may take its place.
         (
             [sample(0.0, run=even(slow=SLOW).state()), sample(1.0), sample(2.0)],
-            [f"the run of process {PID} has been gone for 2.00 s"],
+            [f"the run of process {PID} has been gone for 2 s"],
         ),
         (
             [sample(0.0, run=even(slow=SLOW).state()), sample(1.0), sample(2.0, run=make_run(3))],
@@ -278,7 +278,7 @@ SCREENS: dict[str, tuple[list[Sample], int, list[str], list[str]]] = {
     "gone": (
         [make_sample(0), make_sample(9, runs=())],
         120,
-        [f"the run of process {PID} has been gone for 9.00 s", "replicas, as they were last"],
+        [f"the run of process {PID} has been gone for 9 s", "replicas, as they were last"],
         [],
     ),
     "no steps": (

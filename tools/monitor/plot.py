@@ -28,19 +28,15 @@ from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES
 from dataparallel.tools.monitor.history import reading_of
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
-from dataparallel.tools.monitor.ranks import run_name
+from dataparallel.tools.monitor.ranks import run_name, speed_of_ranks
 from dataparallel.tools.monitor.recording import (
     Recording,
+    check_different,
     longest_step,
     read_recording,
     times_of,
 )
-from dataparallel.tools.monitor.run_period import (
-    RunPeriod,
-    find_periods,
-    group_periods,
-    part_between,
-)
+from dataparallel.tools.monitor.run_period import RunPeriod, find_runs, part_between
 
 #: More devices or replicas would be too thin.
 MAX_STRIPS = 16
@@ -124,9 +120,7 @@ def draw(*recordings: Recording, title: str | None = None, theme: Theme = LIGHT)
     Raises:
         ValueError: There is nothing to draw, or a recording is given twice.
     """
-    known = [one.header["recording"] for one in recordings if "recording" in one.header]
-    if len(set(known)) < len(known):
-        raise ValueError("the same recording is given twice; give one recording of each machine")
+    check_different(recordings)
     tracks, unit = _tracks(recordings)
     runs = _runs(tracks)
     rows = [*_device_rows(tracks, theme), *_phase_rows(runs, theme)]
@@ -217,14 +211,12 @@ def _titles(tracks: Sequence[_Track], runs: Sequence[_Run]) -> tuple[str, str]:
     when = f"{first} to {last.removeprefix(first[:11])}"
     if not runs:
         return where, when
-    # Models of one rank are given the same samples.
-    speeds: dict[int, float] = {}
-    for run in runs:
-        speeds[run.state.rank] = max(speeds.get(run.state.rank, 0.0), run.samples_per_second)
+    speed = speed_of_ranks((run.state.rank, run.samples_per_second) for run in runs) or 0.0
     steps = f"{max(run.num_steps for run in runs):,} steps"
-    facts = [runs[0].info.wrapper, when, steps, f"{sum(speeds.values()):,.0f} samples/s"]
+    facts = [runs[0].info.wrapper, when, steps, f"{speed:,.0f} samples/s"]
     models = " and ".join(dict.fromkeys(run.info.model for run in runs))
-    ranks = f", {len(speeds)} ranks" if len(speeds) > 1 else ""
+    number = len({run.state.rank for run in runs})
+    ranks = f", {number} ranks" if number > 1 else ""
     return f"{models} on {where}{ranks}", "  ·  ".join(facts)
 
 
@@ -373,11 +365,7 @@ class _Run:
 
 def _runs(tracks: Sequence[_Track]) -> list[_Run]:
     """The runs of the job that has done the most steps."""
-    found = [
-        _Run(track, group)
-        for track in tracks
-        for group in group_periods(find_periods(track.samples))
-    ]
+    found = [_Run(track, periods) for track in tracks for periods in find_runs(track.samples)]
     longest = max(found, key=lambda one: one.num_steps, default=None)
     # A job that was started again has another name, but the same ranks.
     jobs = {one.states[-1].job for one in longest.periods} if longest else set()

@@ -15,7 +15,7 @@ part of the backward, so that this phase says nothing of a rank.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dataparallel.monitor.findings import Finding
@@ -67,6 +67,22 @@ def model_name(state: RunState, states: Sequence[RunState]) -> str:
     alike = sorted(one.number for one in beside if one.info.model == state.info.model)
     place = f" {alike.index(state.number) + 1}" if len(alike) > 1 else ""
     return f"{state.info.model}{place}"
+
+
+# --- how fast a job is ---------------------------------------------------------------------------
+
+
+def speed_of_ranks(speeds: Iterable[tuple[int, float | None]]) -> float | None:
+    """Samples per second of ranks together; modules of one rank are given the same samples.
+
+    Args:
+        speeds: Of each run, its rank and its samples per second where they are known.
+    """
+    found: dict[int, float] = {}
+    for rank, speed in speeds:
+        if speed is not None:
+            found[rank] = max(speed, found.get(rank, 0.0))
+    return sum(found.values()) if found else None
 
 
 # --- which rank is slow ----------------------------------------------------------------------

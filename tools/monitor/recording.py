@@ -72,6 +72,17 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     return Recording(reader.header, samples, tuple(reader.problems))
 
 
+def check_different(recordings: Sequence[Recording]) -> None:
+    """Refuse a recording that is given twice.
+
+    Raises:
+        ValueError: There is one.
+    """
+    names = [one.header["recording"] for one in recordings if "recording" in one.header]
+    if len(set(names)) < len(names):
+        raise ValueError("the same recording is given twice; give one recording of each machine")
+
+
 class RecordingReader:
     """Reads a recording sample by sample; arguments and errors are :func:`read_recording`'s.
 

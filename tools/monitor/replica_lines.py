@@ -21,7 +21,7 @@ from dataparallel.tools.monitor.bars import (
 )
 from dataparallel.tools.monitor.history import RunHistory
 from dataparallel.tools.monitor.palette import PHASE_STYLES
-from dataparallel.tools.monitor.ranks import model_name
+from dataparallel.tools.monitor.ranks import model_name, speed_of_ranks
 
 #: Device, phase, for how long, chunk, idle; before them stands the number, or rank and number.
 _WIDTHS = (10, 12, 10, 7, 6)
@@ -105,13 +105,11 @@ def _about(runs: Sequence[RunHistory]) -> Text:
 
 def _speed(runs: Sequence[RunHistory]) -> Text:
     there = [run for run in runs if run.gone_for is None] or list(runs)
-    each = [run.samples_per_second for run in there]
-    known = [value for value in each if value is not None]
-    samples = units.frequency_text(sum(known) if known else None)
+    speed = speed_of_ranks((run.state.rank, run.samples_per_second) for run in there)
     told = [
         clean(runs[0].state.info.model),
         f"{units.frequency_text(there[0].steps_per_second)} steps/s",
-        f"{samples} samples/s" + (" of all ranks" if len(there) > 1 else ""),
+        f"{units.frequency_text(speed)} samples/s" + (" of all ranks" if len(there) > 1 else ""),
         f"step {max(run.state.num_steps for run in runs):,}",
     ]
     return Text(" · ".join(told), "bold")

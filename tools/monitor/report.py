@@ -5,22 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.monitor.history import reading_of, replicas_on
-from dataparallel.tools.monitor.ranks import find_in_job, run_name
-from dataparallel.tools.monitor.recording import Recording, longest_step, times_of
-from dataparallel.tools.monitor.run_period import (
-    RunPeriod,
-    find_periods,
-    group_periods,
-    summarize_periods,
-)
+from dataparallel.tools.monitor.ranks import find_in_job, run_name, speed_of_ranks
+from dataparallel.tools.monitor.recording import Recording, check_different, longest_step, times_of
+from dataparallel.tools.monitor.run_period import RunPeriod, find_runs, summarize_periods
 
 #: A device that is slowed down in this share of the samples is told to be.
 _OFTEN = 0.1
@@ -151,10 +146,6 @@ class Report:
     jobs: tuple[JobReport, ...]
     advice: Finding
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as what ``json`` writes."""
-        return asdict(self)
-
 
 class _Run(NamedTuple):
     """A run, what it was started again as, and where it was recorded."""
@@ -182,16 +173,14 @@ def make_report(*recordings: Recording) -> Report:
     Raises:
         ValueError: One of them is given twice.
     """
-    names = [one.header.get("recording") for one in recordings]
-    if len(set(filter(None, names))) < len(list(filter(None, names))):
-        raise ValueError("the same recording is given twice; give one recording of each machine")
+    check_different(recordings)
     devices: list[DeviceReport] = []
     runs: list[_Run] = []
     for recording in recordings:
         own = _report_devices(recording)
         devices += own
         often = sorted(own, key=lambda one: -one.throttled)
-        for periods in group_periods(find_periods(recording.samples)):
+        for periods in find_runs(recording.samples):
             info = periods[-1].info
             slowed = {
                 info.devices[i]: one.reasons
@@ -324,18 +313,14 @@ def _report_jobs(reports: Sequence[RunReport], states: Sequence[RunState]) -> tu
     found = []
     for job in dict.fromkeys(one.job for one in reports):
         runs = [(r, s) for r, s in zip(reports, states, strict=True) if r.job == job]
-        # Several modules of a process get the same samples.
-        speeds: dict[int, float] = {}
-        for report, _ in runs:
-            speed = report.summary.samples_per_second
-            speeds[report.rank] = max(speed, speeds.get(report.rank, 0.0))
+        speeds = [(report.rank, report.summary.samples_per_second) for report, _ in runs]
         findings = find_in_job([(state, report.summary) for report, state in runs], states)
         found.append(
             JobReport(
                 job=job,
                 world_size=max(report.info.world_size for report, _ in runs),
                 ranks=tuple(dict.fromkeys(report.rank for report, _ in runs)),
-                samples_per_second=sum(speeds.values()),
+                samples_per_second=speed_of_ranks(speeds) or 0.0,
                 findings=tuple(findings),
             )
         )

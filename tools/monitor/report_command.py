@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -26,6 +27,7 @@ from dataparallel.tools.monitor.report import (
 from dataparallel.tools.monitor.table import write_table
 from dataparallel.tools.monitor.units import (
     bytes_of_text,
+    energy_text,
     frequency_text,
     percent_text,
     seconds_text,
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     report = make_report(*map(read_recording, arguments.files))
     if arguments.json:
-        print(json.dumps(report.to_json(), indent=2, allow_nan=False))
+        print(json.dumps(asdict(report), indent=2, allow_nan=False))
         return 0
     console = Console()
     print_report(report, console if console.is_terminal else Console(width=_WIDTH_OF_FILES))
@@ -184,13 +186,3 @@ def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
     yield Text()
     for line in summary.table(width):
         yield Text(line, no_wrap=True, overflow="crop")
-
-
-def energy_text(joules: float | None) -> str:
-    """An energy, for example ``4.21 mJ``, ``3.60 MJ``."""
-    if joules is None:
-        return "-"
-    for factor, unit in ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")):
-        if joules >= factor:
-            return f"{joules / factor:.3g} {unit}"
-    return f"{joules * 1e6:.3g} µJ"

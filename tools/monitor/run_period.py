@@ -84,12 +84,28 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
     )
 
 
-def find_periods(samples: Sequence[Sample]) -> list[RunPeriod]:
-    """Cut what a recording tells of each run where it begins anew.
+def find_runs(samples: Sequence[Sample]) -> list[list[RunPeriod]]:
+    """The runs of a recording: of each the periods, also those of what it was started again as.
 
     Args:
         samples: The oldest first.
     """
+    groups: list[tuple[object, list[RunPeriod]]] = []
+    for period in _periods(samples):
+        info, rank = period.info, period.states[-1].rank
+        same = (rank, info.model, info.wrapper, info.devices, info.num_parameters)
+        for known, group in groups:
+            # What goes on at the same time is another run.
+            if known == same and group[-1].places[-1] < period.places[0]:
+                group.append(period)
+                break
+        else:
+            groups.append((same, [period]))
+    return [group for _, group in groups]
+
+
+def _periods(samples: Sequence[Sample]) -> list[RunPeriod]:
+    """Cut what a recording tells of each run where it begins anew."""
     found: list[list[tuple[int, RunState]]] = []
     latest: dict[object, list[tuple[int, RunState]]] = {}
     for place, sample in enumerate(samples):
@@ -107,26 +123,6 @@ def find_periods(samples: Sequence[Sample]) -> list[RunPeriod]:
         )
         for period in found
     ]
-
-
-def group_periods(periods: Sequence[RunPeriod]) -> list[list[RunPeriod]]:
-    """Put together what belongs together: a run that was started again, and what it was before.
-
-    Args:
-        periods: The oldest first, of one recording.
-    """
-    groups: list[tuple[object, list[RunPeriod]]] = []
-    for period in periods:
-        info, rank = period.info, period.states[-1].rank
-        same = (rank, info.model, info.wrapper, info.devices, info.num_parameters)
-        for known, group in groups:
-            # What goes on at the same time is another run.
-            if known == same and group[-1].places[-1] < period.places[0]:
-                group.append(period)
-                break
-        else:
-            groups.append((same, [period]))
-    return [group for _, group in groups]
 
 
 def continues(before: RunState, now: RunState) -> bool:
@@ -152,8 +148,8 @@ def summarize_periods(
 
     Example::
 
-        for group in group_periods(find_periods(samples)):
-            print(summarize_periods(group))
+        for periods in find_runs(samples):
+            print(summarize_periods(periods))
 
     Args:
         periods: The oldest first; at least one.

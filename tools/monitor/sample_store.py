@@ -14,7 +14,7 @@ from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.monitor.run import RunState
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History, RunHistory, users_of
-from dataparallel.tools.monitor.ranks import run_name
+from dataparallel.tools.monitor.ranks import run_name, speed_of_ranks
 
 #: Metrics of devices that are kept for each sample; all others for the latest one only.
 CHARTED = ("utilization", "memory_used", "power")
@@ -133,17 +133,9 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
 def _course(runs: Sequence[RunHistory], job: str) -> list[float | None]:
     """Of the ranks of a job: samples per second, all together, and the longest last step."""
     there = [run for run in runs if run.state.job == job and run.gone_for is None]
-    # Modules of one rank are given the same samples.
-    speeds: dict[int, float] = {}
-    for run in there:
-        speed, rank = run.samples_per_second, run.state.rank
-        if speed is not None:
-            speeds[rank] = max(speed, speeds.get(rank, 0.0))
+    speed = speed_of_ranks((run.state.rank, run.samples_per_second) for run in there)
     steps = [run.state.last.seconds for run in there if run.state.last is not None]
-    return [
-        _short(sum(speeds.values()) if speeds else None),
-        _short(max(steps, default=None)),
-    ]
+    return [_short(speed), _short(max(steps, default=None))]
 
 
 def _short(value: float | None) -> float | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataparallel.monitor.findings import percent
+from dataparallel.monitor.summary import duration
+
 NOT_AVAILABLE = "-"
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -50,6 +53,16 @@ def watts_of_text(value: float | None, limit: float | None) -> str:
     return f"{value:.0f}/{limit:.0f} W" if limit else f"{value:.0f} W"
 
 
+def energy_text(joules: float | None) -> str:
+    """An energy, for example ``4.21 mJ``, ``3.60 MJ``."""
+    if joules is None:
+        return NOT_AVAILABLE
+    for factor, unit in ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")):
+        if joules >= factor:
+            return f"{joules / factor:.3g} {unit}"
+    return f"{joules * 1e6:.3g} µJ"
+
+
 def hertz_text(value: float | None) -> str:
     """A clock, for example ``1.98 GHz``."""
     if value is None:
@@ -66,19 +79,15 @@ def hertz_of_text(value: float | None, highest: float | None) -> str:
 
 def percent_text(ratio: float | None) -> str:
     """A ratio, for example ``87 %``."""
-    return NOT_AVAILABLE if ratio is None else f"{100 * ratio:.0f} %"
+    return NOT_AVAILABLE if ratio is None else percent(ratio)
 
 
 def seconds_text(value: float | None) -> str:
-    """A duration, for example ``830 us``, ``12 ms``, ``1.24 s``, ``14 s``, ``3 min 20 s``."""
+    """A duration, for example ``830 µs``, ``12.3 ms``, ``1.24 s``, ``14 s``, ``3 min 20 s``."""
     if value is None:
         return NOT_AVAILABLE
-    if value < 0.001:
-        return f"{value * 1e6:.0f} us"
-    if value < 0.9995:
-        return f"{value * 1e3:.1f} ms" if value < 0.00995 else f"{value * 1e3:.0f} ms"
     if value < 9.995:
-        return f"{value:.2f} s"
+        return duration(value)
     whole = round(value)
     if whole < 60:
         return f"{whole} s"
