@@ -89,6 +89,8 @@ def test_broadcast(places: list[str], origin: str) -> None:
     results: list[Any] = [list(one_by_one)]
     results += [comm.broadcast_coalesced(tensors, places, size) for size in (1, 500, 10485760)]
     for result in results:
+        objects = [copy for copies in result for copy in copies]
+        assert len({*map(id, objects)}) == len(objects), "each slot has tensors of its own"
         for place, copies in zip(places, result, strict=True):
             others = result[places.index(place)]
             for copy, other, tensor in zip(copies, others, tensors, strict=True):
