@@ -52,16 +52,7 @@ _numbers = itertools.count()
 
 
 def runs() -> list[int]:
-    """The processes of this user whose runs can be watched.
-
-    Example::
-
-        for pid in runs():
-            print(pid, ask(pid).states)
-
-    Returns:
-        Their numbers, in ascending order.
-    """
+    """The processes of this user whose runs can be watched, in ascending order."""
     return sorted({pid for pid, _, path in _sockets() if not _remove_if_stale(path)})
 
 
@@ -75,17 +66,8 @@ class Answers(NamedTuple):
 def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
     """Ask runs for their states, all at the same time. See Note [Sockets of runs].
 
-    Example::
-
-        with StepMonitor(model):
-            print(ask(os.getpid()).states)
-
-    Args:
-        pid: The process to ask; it may have several runs. Default: all of this user's.
-        timeout: How long the answers may take, all together, in seconds. Default: 2.
-
-    Returns:
-        The states of the runs that go on, and what those that have not answered are about.
+    All answers together may take ``timeout`` seconds. Without a process, all of this user's are
+    asked; a process may have several runs.
     """
     answers: list[tuple[int, bytes]] = []
     silent: list[int] = []

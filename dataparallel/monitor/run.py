@@ -133,11 +133,7 @@ class RunState:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> RunState:
-        """The state that :meth:`to_json` has described.
-
-        Raises:
-            ValueError: It is no description of a state.
-        """
+        """The state that :meth:`to_json` has described."""
         try:
             info = data["info"]
             lists = {name: tuple(info[name]) for name in ("devices", "uuids")}

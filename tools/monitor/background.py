@@ -12,17 +12,8 @@ from dataparallel.monitor.readings.sampler import Sampler
 class BackgroundSampler:
     """Takes samples in a thread of its own, so that a driver that hangs holds nobody up.
 
-    Example::
-
-        latest = collections.deque(maxlen=1)
-        with BackgroundSampler(sampler, latest.extend):
-            ...
-
-    Args:
-        sampler: What takes the samples; it is closed with this.
-        use: Called once, in that thread, with all samples as they come.
-        patience: How long to wait at the end for a reading that is under way, in seconds.
-            Default: 1.
+    ``use`` is called once, in that thread, with all samples as they come. At the end a reading that
+    is under way has ``patience`` seconds.
     """
 
     def __init__(
@@ -55,21 +46,13 @@ class BackgroundSampler:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no more samples come.
-
-        Raises:
-            RuntimeError: Sampling has failed; the cause is chained.
-        """
+        """Whether no more samples come; RuntimeError where sampling has failed."""
         has_ended = not self._thread.is_alive()
         self._check()
         return has_ended
 
     def wait_for_failure(self) -> None:
-        """Wait, for ever if need be, until sampling fails.
-
-        Raises:
-            RuntimeError: It has failed; the cause is chained.
-        """
+        """Wait, for ever if need be, until sampling fails, and raise that."""
         self._has_failed.wait()
         self._check()
 

@@ -23,11 +23,6 @@ _WINDOW = 10.0
 class RunHistory:
     """The last states of a run that is watched.
 
-    Args:
-        state: The first one.
-        elapsed: Seconds since the first sample.
-        slowed: By the name of a device, why it is slowed down. Default: none is.
-
     Attributes:
         gone_for: Seconds since the run was seen last; None while it is there.
     """
@@ -54,12 +49,9 @@ class RunHistory:
     def add(
         self, state: RunState | None, elapsed: float, slowed: Mapping[str, str] | None = None
     ) -> None:
-        """Take the state of the next sample.
+        """Take the state of the next sample, None if the run is gone.
 
-        Args:
-            state: None if the run is gone.
-            elapsed: Seconds since the first sample.
-            slowed: By the name of a device, why it is slowed down. Default: none is.
+        ``slowed`` tells, by the name of a device, why it is slowed down.
         """
         self._slowed = slowed or {}
         self._summary = None
@@ -122,13 +114,6 @@ class RunHistory:
 
 class History:
     """What the last samples were.
-
-    Example::
-
-        history = History()
-        for sample in sampler.samples():
-            history.add(sample)
-            print(history.course("cpu"))
 
     Attributes:
         sample: The newest sample; None before the first one.
@@ -195,12 +180,7 @@ class History:
         return tuple(self._courses.get(device, ()))
 
     def held(self, name: str, holds: bool) -> float:
-        """For how many seconds something has held without a break, as far as samples tell.
-
-        Args:
-            name: What it is; asked once per sample.
-            holds: Whether it holds now.
-        """
+        """For how many seconds something has held without a break; asked once per sample."""
         if not holds or self.sample is None:
             self._since.pop(name, None)
             return 0.0

@@ -23,20 +23,7 @@ SOURCES = ("auto", "nvml", "cpu", "virtual")
 
 
 def open_sampler(arguments: argparse.Namespace) -> Sampler:
-    """The sampler that the options ask for.
-
-    Example::
-
-        parser = argparse.ArgumentParser()
-        add_sampler_options(parser)
-        with open_sampler(parser.parse_args(["--source", "cpu"])) as sampler:
-            print(sampler.sample())
-
-    Args:
-        arguments: What was made of the options of ``command.add_sampler_options``.
-
-    Returns:
-        A sampler whose first sample is as good as the others.
+    """The sampler that the options of ``command.add_sampler_options`` ask for.
 
     Raises:
         ValueError: There is no such source, file, run or device.

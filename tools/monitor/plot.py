@@ -110,16 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def draw(*recordings: Recording, title: str | None = None, theme: Theme = LIGHT) -> Figure:
-    """Draw recordings that were made at the same time.
-
-    Args:
-        recordings: One of each machine.
-        title: Stands above it. Default: the model and the devices.
-        theme: Its colors. Default: those on white.
-
-    Raises:
-        ValueError: There is nothing to draw, or a recording is given twice.
-    """
+    """Draw recordings that were made at the same time, one of each machine."""
     check_different(recordings)
     tracks, unit = _tracks(recordings)
     runs = _runs(tracks)
@@ -386,13 +377,7 @@ def _runs(tracks: Sequence[_Track]) -> list[_Run]:
 def intervals(
     periods: Sequence[RunPeriod], axis: Sequence[float], gaps: frozenset[int] = frozenset()
 ) -> list[tuple[float, float, RunTotals | None]]:
-    """What the replicas did over time: begin, end and totals; None in a gap between two others.
-
-    Args:
-        periods: Of one run, or of what it was started again as.
-        axis: When each sample was taken.
-        gaps: The samples before which nothing is known. Default: none.
-    """
+    """What the replicas did over time: begin, end and totals; None in a gap between two others."""
     width = axis[-1] / MAX_INTERVALS
     found: list[tuple[float, float, RunTotals | None]] = []
     for period in periods:
@@ -502,15 +487,7 @@ def draw_step(
 ) -> None:
     """Draw a step: one row per replica, one bar per segment, and the phases above.
 
-    Example::
-
-        figure, axes = plt.subplots()
-        draw_step(axes, monitor.steps[-1])
-
-    Args:
-        axes: Where.
-        step: The step; or that of each rank, with what stands before the names of its replicas.
-        theme: The colors. Default: those on white.
+    Of several ranks the steps come with what stands before the names of their replicas.
     """
     ranks = [("", step)] if isinstance(step, StepRecord) else list(step)
     rows = [(prefix, replica) for prefix, record in ranks for replica in record.replicas]

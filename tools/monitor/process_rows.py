@@ -63,11 +63,7 @@ def arranged(
 ) -> list[Row]:
     """The rows that a filter lets through, sorted; those whose value is not known come last.
 
-    Args:
-        processes: All of them.
-        sort: Name of a column.
-        descending: Whether the greatest comes first.
-        pattern: Words that must all occur in a row; ``user:NAME`` and ``device:NAME`` only there.
+    The words of the pattern must all occur in a row; ``user:NAME`` and ``device:NAME`` only there.
     """
     value = COLUMNS[NAMES.index(sort)].value
     rows = [Row(one) for one in processes if _matches(one, pattern.lower().split())]
@@ -95,12 +91,7 @@ def _matches(process: ProcessReading, words: Sequence[str]) -> bool:
 
 
 def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Row]:
-    """The rows below their parents, siblings in the order in which they come.
-
-    Args:
-        rows: The processes on devices.
-        ancestors: Processes above them; one of ``rows`` is not told again.
-    """
+    """The rows and their ancestors, all below their parents, siblings in the order of rows."""
     own = {row.process.pid for row in rows}
     everyone = [*rows, *(Row(one) for one in ancestors if one.pid not in own)]
     pids = {row.process.pid for row in everyone}
@@ -136,11 +127,8 @@ def table(
 ) -> tuple[list[Text], list[int]]:
     """A head and the rows, and where each column ends.
 
-    Args:
-        rows: What stands below the head.
-        own: Processes of the runs that are watched.
-        tagged: Processes that are tagged.
-        marks: What stands behind the name of a column.
+    Processes of runs that are watched (``own``) stand out, and those that are tagged. ``marks``
+    tells what stands behind the names of columns.
     """
     heads = [one.name + marks.get(one.name, "") for one in COLUMNS]
     texts = [heads, *([one.text(row) for one in COLUMNS] for row in rows)]

@@ -74,15 +74,7 @@ _MEANINGS = {
 
 
 def registry_of(store: SampleStore) -> CollectorRegistry:
-    """A registry that tells the latest sample of a store, and nothing else.
-
-    Example::
-
-        print(prometheus_client.generate_latest(registry_of(store)).decode())
-
-    Raises:
-        ImportError: prometheus-client is not installed.
-    """
+    """A registry that tells the latest sample of a store, and nothing else."""
     with needs_extra("monitor"):
         from prometheus_client import CollectorRegistry
     registry = CollectorRegistry(auto_describe=False)

@@ -73,10 +73,9 @@ def model_name(state: RunState, states: Sequence[RunState]) -> str:
 
 
 def speed_of_ranks(speeds: Iterable[tuple[int, float | None]]) -> float | None:
-    """Samples per second of ranks together; modules of one rank are given the same samples.
+    """Samples per second of ranks together, from the rank and the speed of each run.
 
-    Args:
-        speeds: Of each run, its rank and its samples per second where they are known.
+    Modules of one rank are given the same samples.
     """
     found: dict[int, float] = {}
     for rank, speed in speeds:
@@ -93,9 +92,7 @@ def find_in_job(
 ) -> list[Finding]:
     """All that is worth a change in a job, the largest gain first; what ranks share is told once.
 
-    Args:
-        runs: The job's runs, and what the steps of each come to.
-        states: Also those of other jobs, from which they are told.
+    ``states`` has also those of other jobs, from which the job's are told.
     """
     models: dict[str, dict[int, Summary]] = {}
     told: dict[object, list[tuple[RunState, Finding]]] = {}
@@ -142,9 +139,7 @@ def _others_compute(summary: Summary, beside: Sequence[Summary]) -> bool:
 def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | None:
     """The rank for which the others wait; None where they are even. See Note [Which rank is slow].
 
-    Args:
-        ranks: What the steps of each rank come to, while they trained together.
-        job: Stands behind the name of the rank. Default: nothing.
+    The summaries are about the time in which they trained together.
     """
     ranks = {rank: one for rank, one in ranks.items() if one.num_steps}
     if len(ranks) < 2:

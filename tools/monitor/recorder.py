@@ -22,26 +22,12 @@ from dataparallel.tools.monitor.units import seconds_text
 class Recorder(logging.handlers.RotatingFileHandler):
     """Writes samples into files of capped size, which the standard library renames when full.
 
-    Example::
-
-        with Recorder(Path("run.jsonl")) as recorder:
-            for sample in sampler.samples():
-                recorder.record(sample)
-
-    Args:
-        path: Where to record; a recording that is there is continued.
-        max_bytes: Greatest size of a file, then a new one is begun. Default: 100 MB.
-        keep: How many older files are kept, at least 1. Default: 5.
-        about: What the header tells beside the format. Default: nothing.
-        tell: Called with what a user should know now. Default: nobody is told.
+    A recording that is there is continued. ``about`` goes into the header of a new one, and
+    ``tell`` is called with what a user should know now.
 
     Attributes:
         num_samples: How many samples were recorded.
         num_lost: How many were not since they could not be written.
-
-    Raises:
-        ValueError: What is there is no recording, somebody else is recording to it, or nothing can
-            be written.
     """
 
     def __init__(

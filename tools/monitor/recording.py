@@ -53,17 +53,6 @@ class Recording:
 def read_recording(path: str | PathLike[str]) -> Recording:
     """Read a recording with all its parts. See Note [Format of a recording].
 
-    Example::
-
-        recording = read_recording("run.jsonl")
-        print(len(recording.samples), recording.problems)
-
-    Args:
-        path: The file, without the number of a part.
-
-    Returns:
-        The samples that are whole; what is not is told in ``problems``.
-
     Raises:
         ValueError: There is no such file, it is no recording, or one of another version.
     """
@@ -73,11 +62,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
 
 def check_different(recordings: Sequence[Recording]) -> None:
-    """Refuse a recording that is given twice.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """ValueError if one of them is given twice."""
     names = [one.header["recording"] for one in recordings if "recording" in one.header]
     if len(set(names)) < len(names):
         raise ValueError("the same recording is given twice; give one recording of each machine")
@@ -133,11 +118,7 @@ def _is_number(suffix: str) -> bool:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a file.
-
-    Raises:
-        ValueError: The file is no recording, or one of another version.
-    """
+    """The header of a file; ValueError if it is no recording, or one of another version."""
     try:
         with path.open("rb") as file:
             line = file.readline(_LONGEST_HEADER)

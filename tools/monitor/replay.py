@@ -15,20 +15,7 @@ from dataparallel.tools.monitor.recording import RecordingReader
 class Replay(Sampler):
     """Gives the samples of a recording, as they were recorded; then it ends.
 
-    Example::
-
-        with Replay("run.jsonl") as replay:
-            for sample in replay.samples():
-                print(sample.devices)
-
-    Args:
-        path: The recording.
-        speed: How many times faster than it was recorded; ``inf`` for all at once. Default: 1.
-        clock: Tells the time in seconds. Default: ``time.monotonic``.
-        sleep: Waits so many seconds. Default: it waits, and :meth:`stop` ends the waiting.
-
-    Raises:
-        ValueError: The file is no recording or has no sample.
+    It is ``speed`` times faster than the recording; with ``inf`` all come at once.
     """
 
     def __init__(

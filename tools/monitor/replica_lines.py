@@ -31,14 +31,7 @@ _SHORT = {"reduce across processes": "reduce X", "reduce local": "reduce R"}
 def replica_lines(
     runs: Sequence[RunHistory], host: HostReading | None, width: int, *, full: bool
 ) -> list[Text]:
-    """What runs there are and how fast, and a line per replica.
-
-    Args:
-        runs: The runs; those of a job stand together.
-        host: Tells the threads of the runs.
-        width: Of the terminal, in cells.
-        full: Whether all is told; else only what changes.
-    """
+    """What runs there are and how fast, and a line per replica; not full, what changes alone."""
     states = [run.state for run in runs]
     groups: dict[object, list[RunHistory]] = {}
     for run in runs:

@@ -161,18 +161,7 @@ class _Run(NamedTuple):
 
 
 def make_report(*recordings: Recording) -> Report:
-    """Sum up recordings.
-
-    Example::
-
-        report = make_report(read_recording("node0.jsonl"), read_recording("node1.jsonl"))
-
-    Args:
-        recordings: One of each machine.
-
-    Raises:
-        ValueError: One of them is given twice.
-    """
+    """Sum up recordings, one of each machine."""
     check_different(recordings)
     devices: list[DeviceReport] = []
     runs: list[_Run] = []
@@ -215,15 +204,8 @@ def energy_used(
     """Joules from the first to the last of several readings of a device, by counter or else power.
 
     A counter that goes backwards (the driver was loaded anew) counts from there on. Power is added
-    up between readings that follow each other, and not over gaps.
-
-    Args:
-        times: When each was taken, in seconds.
-        counter: The device's counter at each, in joules; None where it is not available.
-        power: Likewise its power, in watts.
-
-    Returns:
-        None if neither is available twice.
+    up between readings that follow each other, and not over gaps. None if neither is available
+    twice.
     """
     known = [value for value in counter if value is not None]
     if len(known) > 1:

@@ -58,12 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print a report.
-
-    Args:
-        report: What is printed.
-        console: Where.
-    """
+    """Print a report."""
     for part in _parts(report, console.width):
         console.print(part, crop=False)
         console.print()

@@ -51,12 +51,9 @@ class RunPeriod:
 
 
 def part_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> Part:
-    """The steps between two states of a run.
+    """The steps between two states of a run, or from its beginning to a state.
 
-    Args:
-        before: The older one; None for the run's beginning.
-        now: The newer one.
-        seen: The step whose division of samples stands for the others; None if none is known.
+    The division of samples is that of the step that was ``seen``, if one was.
     """
     phases = [
         {
@@ -85,11 +82,7 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
 
 
 def find_runs(samples: Sequence[Sample]) -> list[list[RunPeriod]]:
-    """The runs of a recording: of each the periods, also those of what it was started again as.
-
-    Args:
-        samples: The oldest first.
-    """
+    """The runs of a recording: of each the periods, also those of what it was started again as."""
     groups: list[tuple[object, list[RunPeriod]]] = []
     for period in _periods(samples):
         info, rank = period.info, period.states[-1].rank
@@ -126,12 +119,7 @@ def _periods(samples: Sequence[Sample]) -> list[RunPeriod]:
 
 
 def continues(before: RunState, now: RunState) -> bool:
-    """Whether two states are of one run, whose counters have only grown.
-
-    Args:
-        before: The older one.
-        now: The newer one.
-    """
+    """Whether two states are of one run, whose counters have only grown."""
     return (
         (before.pid, before.started) == (now.pid, now.started)
         and before.num_steps <= now.num_steps
@@ -144,16 +132,6 @@ def continues(before: RunState, now: RunState) -> bool:
 def summarize_periods(
     periods: Sequence[RunPeriod], slowed: Mapping[str, str] | None = None
 ) -> Summary:
-    """Sum up what a run did while it was watched, for the live view and for the report.
-
-    Example::
-
-        for periods in find_runs(samples):
-            print(summarize_periods(periods))
-
-    Args:
-        periods: The oldest first; at least one.
-        slowed: By the name of a device, why it is slowed down. Default: none is.
-    """
+    """Sum up what a run did while it was watched, for the live view and for the report."""
     parts = [part for period in periods for part in period.parts()]
     return summarize(parts, periods[-1].info, slowed, periods[-1].states[-1])

@@ -21,15 +21,7 @@ _NONE = (
 class RunWatch:
     """Asks runs for their states, once per sample, and remembers them for the sources.
 
-    Example::
-
-        watch = RunWatch(ask)
-        watch()             # (RunState(rank=0, ...), RunState(rank=1, ...))
-        watch.latest        # the same, without asking again
-
-    Args:
-        ask: Tells the states of all, and what those are about that do not answer.
-        pid: The only process that is watched. Default: runs of all processes come and go.
+    With a ``pid`` only this process is watched; without, runs of all processes come and go.
 
     Attributes:
         latest: What was told last, by job and rank.
@@ -114,11 +106,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def watch_runs(chosen: str) -> RunWatch:
-    """Attach to runs.
-
-    Args:
-        chosen: The number of a process, or ``"auto"`` for all runs that can be watched, also those
-            that begin later.
+    """Attach to the runs of a process, or with ``"auto"`` to all, also those that begin later.
 
     Raises:
         ValueError: The process has no run; the message lists those that have.

@@ -30,20 +30,10 @@ class RunReading(NamedTuple):
 
 
 class SampleStore:
-    """Keeps what charts need of many samples, and the latest one as a whole.
+    """Keeps what charts need of the last samples, and the latest one as a whole.
 
-    Each sample becomes text once, however many readers there are.
-
-    Example::
-
-        store = SampleStore(keep=600)
-        store.add(sample)
-        store.after(0.0)                 # JSON: all points, and the sample
-        store.after(sample.time)         # JSON: no points, and the sample
-
-    Args:
-        keep: How many samples are kept; older ones are forgotten. Default: 1800, half an hour of
-            one per second.
+    Each sample becomes text once, however many readers there are. There is room for half an hour of
+    one per second.
 
     Attributes:
         latest: The latest sample; None if there is none yet.
@@ -100,14 +90,7 @@ class SampleStore:
         self._is_finished = True
 
     def after(self, time: float) -> str:
-        """What has come since a reader looked the last time.
-
-        Args:
-            time: Of the newest sample that the reader has seen, 0 for none.
-
-        Returns:
-            JSON: ``points`` that are newer, ``sample`` (the latest one) and ``finished``.
-        """
+        """JSON: points newer than a time, the latest sample, and whether it is the last."""
         with self._lock:
             points = ",".join(text for when, text in self._points if when > time)
             finished = json_text(self._is_finished)

@@ -71,22 +71,12 @@ class Route:
 class MonitorServer(ThreadingHTTPServer):
     """Answers GET and HEAD at some paths. See Note [Who may read].
 
-    Example::
-
-        server = MonitorServer("127.0.0.1", 0, {"/": Route(lambda request: Answer(b"hello"))})
-        print(server.url)
-        server.serve_forever()
-
     Args:
         host: Name or address of the interface.
         port: Its port; 0 for any that is free.
         routes: What answers, by path.
         token: What readers must show; None if they need nothing. Default: None.
         for_anyone: Whether it answers beyond the loopback address without a token. Default: no.
-
-    Raises:
-        ValueError: The token is empty, the address cannot be used, or whoever reaches it could
-            read, which ``for_anyone`` does not allow.
     """
 
     #: Seconds within which a request must have come and its answer must have been taken.

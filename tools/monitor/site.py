@@ -32,19 +32,7 @@ _JSON = "application/json"
 
 
 def routes(store: SampleStore, interval: float) -> dict[str, Route]:
-    """What answers, by path.
-
-    Example::
-
-        server = MonitorServer("127.0.0.1", 8377, routes(store, interval=1.0))
-
-    Args:
-        store: The samples.
-        interval: Seconds between them; the page asks as often.
-
-    Raises:
-        ImportError: prometheus-client is not installed.
-    """
+    """What answers, by path; the page asks once per interval."""
     about = {
         "interval": interval,
         "charted": CHARTED,

@@ -34,15 +34,7 @@ COLUMNS: tuple[str, ...] = (
 
 
 def write_table(path: Path, recordings: Iterable[RecordingReader]) -> int:
-    """Write the rows of all samples under a line with the names of the columns.
-
-    Args:
-        path: The file; one that is there is replaced.
-        recordings: One after the other.
-
-    Returns:
-        How many rows there are.
-    """
+    """Write the rows of all samples under the names of columns; returns how many there are."""
     number = 0
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")

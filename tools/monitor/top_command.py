@@ -80,14 +80,6 @@ def _print(view: View, console: Console) -> None:
 def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
     """Show the view until q is pressed, or Ctrl-C; then the terminal is as it was before.
 
-    Args:
-        sampler: What is shown; it is closed.
-        is_live: Whether its processes run on this machine now.
-        read_only: Whether no process can be ended.
-
-    Returns:
-        The exit status.
-
     Raises:
         RuntimeError: Sampling has failed.
         SystemExit: A signal has ended it.

@@ -105,13 +105,7 @@ class Table(Lines):
 
 
 class Panel(ModalScreen[bool]):
-    """A text above the rest, which is read and closed; or a question, which is answered.
-
-    Args:
-        title: Stands above it.
-        text: It scrolls.
-        is_question: Whether there is a yes; Enter alone means no.
-    """
+    """A text that scrolls, and is read and closed; or a question: Enter alone means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,enter,q,n,e,question_mark", "answer(False)"),

@@ -35,17 +35,7 @@ _UTILIZATION, _MEMORY, _POWER, _COURSE = "#2d9cdb", "#43a867", "#cc8a2e", "#2f86
 
 
 class View:
-    """What the last samples tell, in lines; ``rich`` prints all of them at any width.
-
-    Example::
-
-        view = View(interval=1.0)
-        view.add(sample)
-        rich.print(view)
-
-    Args:
-        interval: Seconds between samples, for the heading. Default: it is not told.
-    """
+    """What the last samples tell, in lines; ``rich`` prints all of them at any width."""
 
     def __init__(self, interval: float | None = None) -> None:
         self.history = History()

@@ -20,14 +20,6 @@ class VirtualSource:
 
     Of this process it reads them itself; of runs that are watched it takes what they tell, and adds
     up what several processes hold. How busy one is nobody knows: it has no processors of its own.
-
-    Example::
-
-        dataparallel.virtual.enable(2)
-        VirtualSource().read().devices[1].value("memory_used")
-
-    Args:
-        runs: Tells the states of the runs. Default: those of this process are read.
     """
 
     name = "virtual"

@@ -22,14 +22,9 @@ class Memory(NamedTuple):
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """The memory that this process can use.
+    """The memory that this process can use: that of the host, or of the tightest control group.
 
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-
-    Returns:
-        That of the tightest control group that has a limit below the host's memory, as in a
-        container; else that of the host.
+    Only a group counts whose limit is below the host's memory, as in a container.
     """
     with needs_extra("monitor"):
         import psutil
@@ -46,11 +41,7 @@ def memory(root: Path = Path("/")) -> Memory:
 
 
 def swap(root: Path = Path("/")) -> Memory:
-    """The swap space that this process can use, chosen as :func:`memory` does.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
+    """The swap space that this process can use, chosen as :func:`memory` does."""
     with needs_extra("monitor"):
         import psutil
 
@@ -79,11 +70,7 @@ class Quota(NamedTuple):
 
 
 def quota(root: Path = Path("/")) -> Quota | None:
-    """The tightest limit of processors' time for this process; None if there is none.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
+    """The tightest limit of processors' time for this process; None if there is none."""
     found: Quota | None = None
     for folder in _groups(root):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):

@@ -19,15 +19,7 @@ _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "so
 class CpuSource:
     """Reads the processors and the memory of this host, or of the container if it has limits.
 
-    Example::
-
-        source = CpuSource()
-        source.read().devices[0].value("utilization")
-
-    Args:
-        pids: Tells the processes to show. Default: none.
-        busy: Tells the share of the processors that is busy. Default: measured.
-        num_cpus: How many processors can be used. Default: asked.
+    ``pids`` tells the processes to show.
     """
 
     name = "cpu"

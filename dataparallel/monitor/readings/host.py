@@ -18,15 +18,7 @@ from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
 class HostReader:
     """Reads the processors and the memory that can be used here, and the threads of processes.
 
-    Example::
-
-        HostReader(lambda: {os.getpid(): ""}).read().threads   # {"main": 0.1, "replica-0": 0.98}
-
-    Args:
-        processes: Tells the processes whose threads are read, and what is put before the names of
-            their threads. Default: there are none.
-        busy: Tells the share of the processors that is busy. Default: measured.
-        num_cpus: How many processors can be used. Default: asked.
+    ``processes`` tells these processes, and what is put before the names of their threads.
     """
 
     def __init__(
@@ -75,9 +67,6 @@ class ThreadLoads:
     Only threads with a meaning are told: those of the replicas, those in which accelerators'
     gradients are computed, and the first one, as ``"main"``. Threads of one name are added up: they
     belong to the same replica of several wrappers.
-
-    Args:
-        pid: The process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -87,11 +76,7 @@ class ThreadLoads:
         self._loads: dict[str, float] = {}
 
     def read(self) -> dict[str, float]:
-        """Per name of a thread its load, from 0 to 1.
-
-        Returns:
-            Nothing the first time, for a process that is gone, and where the system does not tell.
-        """
+        """Per name of a thread its load, from 0 to 1; nothing the first time."""
         now = time.monotonic()
         span = now - self._since
         if span < SHORTEST_SPAN:

@@ -61,22 +61,9 @@ _Read = tuple[DeviceReading, list[ProcessReading], list[str]]
 class NvmlSource:
     """Reads all devices of NVIDIA's that this machine has, and the processes on them.
 
-    Rates, and what the processors really do, are known from the second reading on.
-
-    Example::
-
-        source = NvmlSource()
-        for device in source.read().devices:
-            print(device.device, device.value("utilization"))
-        source.close()
-
-    Args:
-        environment: The variables that tell which devices torch sees. Default: this process's.
-        clock: Tells seconds, for rates. Default: ``time.monotonic``.
-        sees_host: Whether the numbers of processes mean the same here as on the host. Default:
-            found out.
-        names: Tells, by identity without its prefix, how the devices are called where that is
-            certain; nothing where it is not, and the variables decide. Default: nothing.
+    Rates, and what the processors really do, are known from the second reading on. ``names`` tells,
+    by identity without its prefix, how the devices are called where that is certain; else the
+    variables of the ``environment`` decide.
     """
 
     name = "nvml"
@@ -103,11 +90,7 @@ class NvmlSource:
         self._failure: NvmlUnavailable | None = None
 
     def attach(self, infos: Sequence[RunInfo]) -> None:
-        """Name the devices as runs do, where no two of them call different devices the same.
-
-        Args:
-            infos: The runs that are watched. Where there are none, CUDA_VISIBLE_DEVICES tells.
-        """
+        """Name the devices as runs do, where no two of them call different devices the same."""
         named: dict[str, str] = {}
         for info in infos:
             named |= named_by_run(info.devices, info.uuids)
@@ -143,11 +126,7 @@ class NvmlSource:
     # --- reading ---------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Open NVML and list the devices, if that is needed and due.
-
-        Raises:
-            NvmlUnavailable: It cannot be opened, or could not be a short while ago.
-        """
+        """Open NVML and list the devices, if that is needed and due; else NvmlUnavailable again."""
         is_due = self._opened_at is None or self._clock() - self._opened_at >= _REOPEN
         if self._failure is not None and not is_due:
             raise self._failure

@@ -38,11 +38,7 @@ class WholeDevice:
         self._gpm = Gpm(query, handle)
 
     def values(self, now: float) -> dict[str, float]:
-        """The metrics that are available; none if the device answers nothing.
-
-        Args:
-            now: The time in seconds, by a clock for differences.
-        """
+        """The metrics that are available; none if the device answers nothing."""
         return {
             **read_numbers(self._query, self.handle),
             **read_memory(self._query, self.handle),
@@ -166,11 +162,7 @@ def _give_back(one: WholeDevice | Instance | None) -> None:
 
 
 def list_devices(query: Query, slots: list[Slot]) -> None:
-    """Give each device a place, the one that it had if it was there before.
-
-    Raises:
-        NvmlUnavailable: They cannot be listed.
-    """
+    """Give each device a place, the one that it had if it was there before."""
     try:
         count = query("nvmlDeviceGetCount")
     except DeviceLost as error:

@@ -71,15 +71,7 @@ XIDS: dict[int, str] = {
 
 
 def explain(code: int) -> str:
-    """What an error code means and what to do about it, in one line.
-
-    Example::
-
-        explain(9)  # "NVIDIA's driver is not loaded; load the driver with: sudo modprobe ..."
-
-    Args:
-        code: A value of ``nvmlReturn_t``.
-    """
+    """What an error code (``nvmlReturn_t``) means and what to do about it, in one line."""
     unknown = (f"the NVIDIA library fails with error {code}", "look at: sudo dmesg")
     return "; ".join(MEANINGS.get(code, unknown))
 
@@ -109,12 +101,6 @@ def package_problem(
 
     Three distributions install a module of that name over each other; with the wrong one, lists of
     processes can hold nonsense.
-
-    Args:
-        distribution: Finds an installed distribution. Default: among those of this Python.
-
-    Returns:
-        What is wrong, and what to do; None if all is well, or if none is installed.
     """
     owners = []
     for name in _OWNERS:

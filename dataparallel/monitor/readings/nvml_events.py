@@ -26,12 +26,7 @@ class XidEvents:
         self._found: dict[str, tuple[int, int]] = {}
 
     def watch(self, key: str, handle: Any) -> None:
-        """Count those of this device too.
-
-        Args:
-            key: Its identity.
-            handle: What NVML wants to be given.
-        """
+        """Count those of this device too; the key is its identity."""
         if self._set is None:
             self._set = self._query("nvmlEventSetCreate")
         if self._set is None:

@@ -43,8 +43,7 @@ class Processes:
     def read(self, memory_total: float | None) -> dict[int, tuple[float | None, float | None]]:
         """Per process its memory and its share of the device's time, the largest memory first.
 
-        Args:
-            memory_total: Bytes of memory that the device has; more cannot be held.
+        More memory than the device has, ``memory_total``, cannot be held.
         """
         memory: dict[int, float | None] = {}
         for function in LISTS:

@@ -39,13 +39,6 @@ class Query:
     Opening NVML creates no CUDA context. It counts who has opened it, so that others in this
     process who use it too are not disturbed.
 
-    Example::
-
-        query = Query()
-        query.open()
-        milliwatts = query("nvmlDeviceGetPowerUsage", handle)   # None: not available
-        query.close()
-
     Attributes:
         module: The module ``pynvml``, for its structures and constants; None while it is closed.
         errors: By function, the code with which it has failed since :meth:`forget`.
@@ -57,11 +50,7 @@ class Query:
         self._versions: dict[str, str] = {}
 
     def open(self) -> None:
-        """Initialize the library.
-
-        Raises:
-            NvmlUnavailable: The package, the library or the driver is missing or does not work.
-        """
+        """Initialize the library; NvmlUnavailable where package, library or driver do not work."""
         module = _pynvml()
         try:
             module.nvmlInit()
@@ -96,15 +85,7 @@ class Query:
         return self._versions
 
     def __call__(self, function: str, *args: Any, **options: Any) -> Any:
-        """The answer to one question.
-
-        Args:
-            function: A function of ``pynvml``.
-            args: What it is given.
-            options: What it is given by name.
-
-        Returns:
-            What the function returns; None if it is not available.
+        """What a function of ``pynvml`` returns; None if that is not available.
 
         Raises:
             DeviceLost: The device does not answer any more.

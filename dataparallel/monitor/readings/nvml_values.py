@@ -145,11 +145,7 @@ class NumberedFields:
         self._time = 0.0
 
     def read(self, now: float) -> dict[str, float]:
-        """The values that are available.
-
-        Args:
-            now: The time in seconds, by a clock for differences.
-        """
+        """The values that are available."""
         wanted = [(entry.number, entry.scope) for entry in _ENTRIES]
         found = self._query("nvmlDeviceGetFieldValues", self._handle, wanted)
         before, self._before = self._before, {}
@@ -206,12 +202,8 @@ class Gpm:
     """Reads the performance metrics of a device or of a MIG instance; Hopper and newer have them.
 
     They come from two samples, between which the driver counts. Unlike the counters of profilers
-    they can be read by several programs at once.
-
-    Args:
-        query: Asks NVML.
-        handle: The device; for an instance, the device of which it is a part.
-        instance: The number of the GPU instance. Default: the whole device is read.
+    they can be read by several programs at once. The handle is that of the whole device, also where
+    an instance is read.
     """
 
     def __init__(self, query: Query, handle: Any, instance: int | None = None) -> None:

@@ -19,11 +19,7 @@ How: TypeAlias = Literal["interrupt", "terminate", "kill"]
 def end_process(pid: int, how: How, *, started: float | None) -> None:
     """End a process, as far as the user may.
 
-    Args:
-        pid: Its number.
-        how: ``"interrupt"``, ``"terminate"`` or ``"kill"``.
-        started: When it was started, as a :class:`ProcessReading` tells it: its number may belong
-            to another one by now.
+    It must be the one that was ``started`` then: its number may belong to another one by now.
 
     Raises:
         PermissionError: It is somebody else's, the first one, this one, or cannot be seen.
@@ -63,12 +59,7 @@ def may_end(pid: int, *, started: float | None) -> psutil.Process:
 
 
 def environment(pid: int, *, started: float | None) -> dict[str, str]:
-    """The environment with which a process was started; the arguments as for :func:`end_process`.
-
-    Raises:
-        PermissionError: It is somebody else's, or cannot be seen.
-        ProcessLookupError: It is gone.
-    """
+    """The environment with which a process was started; it raises what :func:`end_process` does."""
     try:
         return dict(_find(pid, started).environ())
     except psutil.AccessDenied:

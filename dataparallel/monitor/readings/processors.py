@@ -19,17 +19,6 @@ class BusyShare:
     """The share of the processors that has been busy since it was last asked.
 
     If it is asked again too soon it tells what it told before.
-
-    Example::
-
-        busy = BusyShare()
-        time.sleep(1)
-        busy()      # 0.25: a quarter of them
-
-    Args:
-        times: Tells the busy and all seconds of the processors so far. Default: of those that can
-            be used, see :func:`usable_processors`.
-        clock: Tells the time in seconds. Default: ``time.monotonic``.
     """
 
     def __init__(
@@ -80,17 +69,7 @@ def usable_processors(
     """The processors that this process, or the container in which it is, can use.
 
     Under a quota of time busy is what the container has computed; where only some processors may be
-    used, busy is what is done on these, by whomever.
-
-    Example::
-
-        usable_processors().count      # 1.5 in a container started with --cpus 1.5
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-        count: How many processors the host has. Default: asked.
-        affinity: Those on which this process may run. Default: asked.
-        clock: Tells the time in seconds. Default: ``time.monotonic``.
+    used, busy is what is done on these, by whomever. ``root`` is where ``proc`` and ``sys`` are.
     """
     everything = count or psutil.cpu_count() or 1
     if affinity is None:
@@ -113,11 +92,7 @@ def usable_processors(
 
 
 def processor_times(chosen: Collection[int] | None = None) -> tuple[float, float]:
-    """The seconds so far that processors have been busy, and that there were.
-
-    Args:
-        chosen: Which processors. Default: all.
-    """
+    """The seconds so far that processors were busy, and that there were; of chosen ones or all."""
     if chosen is None:
         return _busy_and_all(psutil.cpu_times())
     each = psutil.cpu_times(percpu=True)

@@ -143,11 +143,7 @@ class Sample:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Sample:
-        """The sample that :meth:`to_json` has described. Unknown metrics are left out.
-
-        Raises:
-            ValueError: It is no description of a sample.
-        """
+        """The sample that :meth:`to_json` has described. Unknown metrics are left out."""
         try:
             return Sample(
                 time=float(data["time"]),

@@ -27,28 +27,15 @@ class Sampler:
     """Takes samples at regular times, by a clock that never goes backwards.
 
     A source that fails takes nothing from the others: its failure is a note of the sample, and it
-    is asked again the next time.
-
-    Example::
-
-        with Sampler(sources, interval=1.0) as sampler:
-            for sample in sampler.samples():
-                print(sample.devices)
+    is asked again the next time. Runs are asked before the sources, and notes after all.
 
     Args:
         sources: Where readings come from.
         interval: Seconds between samples, at most a day. Default: 1.
         host: Reads the host. Default: nobody does.
-        runs: Tells the states of the runs that are watched. It is asked before the sources.
-            Default: there are none.
-        notes: Tells what a user should know, after all has been read. Default: nothing.
+        runs: Tells the states of the runs that are watched. Default: there are none.
+        notes: Tells what a user should know. Default: nothing.
         is_over: Tells whether the processes of the runs are gone for good. Default: never.
-        clock: Tells the time in seconds. Default: ``time.monotonic``.
-        sleep: Waits so many seconds. Default: it waits, and :meth:`stop` ends the waiting.
-        wall: Tells the time in seconds since 1970. Default: ``time.time``.
-
-    Raises:
-        ValueError: ``interval`` is not positive, or too long.
     """
 
     def __init__(
@@ -124,11 +111,7 @@ class Sampler:
         return self._selection.sample(whole)
 
     def choose(self, selection: Selection) -> None:
-        """From now on, tell of these devices only.
-
-        Raises:
-            ValueError: A device that is asked for does not exist.
-        """
+        """From now on, tell of these devices only; ValueError where one of them does not exist."""
         selection.check(self.devices())
         self._selection = selection
 

@@ -51,18 +51,8 @@ class Names:
 def visible_devices(environment: Mapping[str, str], devices: Sequence[Identity]) -> Names:
     """How a program that is started with this environment would call each device.
 
-    Example::
-
-        two = [Identity("GPU-aa", "A100"), Identity("GPU-bb", "A100")]
-        visible_devices({"CUDA_VISIBLE_DEVICES": "1"}, two).by_key   # {"GPU-bb": "cuda:0"}
-
-    Args:
-        environment: The variables.
-        devices: All devices, in NVML's order.
-
-    Returns:
-        The names. The list ends at the first entry that names no device, and is empty if it names
-        one twice, as it is for CUDA.
+    The devices are in NVML's order. The list ends at the first entry that names no device, and is
+    empty if it names one twice, as it is for CUDA.
     """
     text = environment.get(_VISIBLE)
     if text is None:
