@@ -21,10 +21,15 @@ _WIDTH, _HEIGHT, _LOW = 24, 8, 4
 #: Which series are shown.
 _ON_MACHINE, _OF_RANK = 'instance=~"$instance"', 'instance=~"$instance",rank=~"$rank"'
 _DEVICE, _REPLICA = "{{instance}} {{device}}", "rank {{rank}}, replica {{replica}} on {{device}}"
+_THREAD, _PROCESS = "rank {{rank}} {{thread}}", "{{device}} {{process}} {{pid}} {{user}}"
+
+
+def _machine(metric: str) -> str:
+    return f"dataparallel_{metric}{{{_ON_MACHINE}}}"
 
 
 def _device(metric: str) -> str:
-    return f"dataparallel_device_{metric}{{{_ON_MACHINE}}}"
+    return _machine(f"device_{metric}")
 
 
 def _run(metric: str) -> str:
@@ -69,11 +74,7 @@ _RUN: tuple[_Panel, ...] = (
         {f"sum by (instance, rank) ({_rate(_run('run_samples_total'))})": "rank {{rank}}"},
     ),
     _PHASES,
-    (
-        "Speed beside the fastest replica",
-        "percentunit",
-        {_run("replica_score_ratio"): _REPLICA},
-    ),
+    ("Speed beside the fastest replica", "percentunit", {_run("replica_score_ratio"): _REPLICA}),
     ("Energy per sample", "joule", {_PER_SAMPLE: "energy"}),
     ("Step", "s", {_run("run_step_seconds"): "rank {{rank}}"}),
     ("Memory of tensors", "bytes", {_run("replica_memory_bytes"): _REPLICA}),
@@ -111,30 +112,10 @@ _DEVICES: tuple[_Panel, ...] = (
     ),
 )
 _HOST: tuple[_Panel, ...] = (
-    (
-        "Processors",
-        "percentunit",
-        {f"dataparallel_host_utilization_ratio{{{_ON_MACHINE}}}": "{{instance}}"},
-    ),
-    (
-        "Memory of the host",
-        "bytes",
-        {f"dataparallel_host_memory_used_bytes{{{_ON_MACHINE}}}": "{{instance}}"},
-    ),
-    (
-        "Threads of runs",
-        "percentunit",
-        {_run("run_thread_utilization_ratio"): "rank {{rank}} {{thread}}"},
-    ),
-    (
-        "Device memory of processes",
-        "bytes",
-        {
-            f"dataparallel_process_device_memory_bytes{{{_ON_MACHINE}}}": (
-                "{{device}} {{process}} {{pid}} {{user}}"
-            )
-        },
-    ),
+    ("Processors", "percentunit", {_machine("host_utilization_ratio"): "{{instance}}"}),
+    ("Memory of the host", "bytes", {_machine("host_memory_used_bytes"): "{{instance}}"}),
+    ("Threads of runs", "percentunit", {_run("run_thread_utilization_ratio"): _THREAD}),
+    ("Device memory of processes", "bytes", {_machine("process_device_memory_bytes"): _PROCESS}),
 )
 
 

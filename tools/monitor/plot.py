@@ -70,12 +70,12 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class _Row:
-    """A part of the picture: its height and the room above it in inches, and what draws it."""
+    """A part of the picture: its height and the room above in inches, what draws and heads it."""
 
     height: float
     above: float
     draw: Callable[[Axes], None]
-    is_timed: bool = True
+    head: Callable[[Axes], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +119,8 @@ def draw(*recordings: Recording, title: str | None = None, theme: Theme = LIGHT)
     lasts = [(one.name, last) for one in runs if (last := one.last) is not None]
     if lasts:
         strips = sum(len(record.replicas) for _, record in lasts)
-        rows.append(
-            _Row(0.3 * strips + 0.1, 1.25, lambda axes: draw_step(axes, lasts, theme), False)
-        )
+        last_step = partial(draw_step, step=lasts, theme=theme)
+        rows.append(_Row(0.3 * strips + 0.1, 1.25, last_step))
     if not rows:
         raise ValueError("the recording holds neither readings of devices nor a run")
     height = sum(row.height + row.above for row in rows) + 0.5 + _BOTTOM
@@ -137,6 +136,8 @@ def draw(*recordings: Recording, title: str | None = None, theme: Theme = LIGHT)
             width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
             axes = figure.add_axes((left, top / height, width, row.height / height))
             row.draw(axes)
+            if row.head is not None:
+                row.head(axes)
             grid.append(axes)
         ends = [track.axis[-1] for track in tracks if track.samples]
         for axes in grid[:timed]:
@@ -238,24 +239,21 @@ def _device_rows(tracks: Sequence[_Track], theme: Theme) -> Iterator[_Row]:
         is_first = False
         tops = {metric.text(one.top) for one in shown}
         title = f"{metric.title}, each from 0 to {tops.pop() if len(tops) == 1 else 'all there is'}"
-        title += f" (the first {len(shown)} of {len(strips)})" if len(shown) < len(strips) else ""
+        head = partial(_name_devices, theme, title + _rest(shown, strips), reasons)
+        for i, strip in enumerate(shown):
+            draw_strip = partial(_draw_strip, theme, strip, metric, bool(reasons))
+            yield _Row(0.3, 0.07 if i else 0.5, draw_strip, head=None if i else head)
 
-        def draw_first(
-            axes: Axes,
-            strip: _Strip = shown[0],
-            metric: _Metric = metric,
-            title: str = title,
-            reasons: str = reasons,
-        ) -> None:
-            _draw_strip(theme, strip, metric, bool(reasons), axes)
-            axes.set_title(title)
-            if reasons:
-                text = f"shaded: slowed down ({reasons})"
-                axes.set_title(text, loc="right", color=theme.warning, weight="normal", size=9)
 
-        yield _Row(0.3, 0.5, draw_first)
-        for strip in shown[1:]:
-            yield _Row(0.3, 0.07, partial(_draw_strip, theme, strip, metric, bool(reasons)))
+def _rest(shown: Sequence[object], strips: Sequence[object]) -> str:
+    return f" (the first {len(shown)} of {len(strips)})" if len(shown) < len(strips) else ""
+
+
+def _name_devices(theme: Theme, title: str, reasons: str, axes: Axes) -> None:
+    axes.set_title(title)
+    if reasons:
+        text = f"shaded: slowed down ({reasons})"
+        axes.set_title(text, loc="right", color=theme.warning, weight="normal", size=9)
 
 
 def _strips(tracks: Sequence[_Track], metric: _Metric) -> list[_Strip]:
@@ -414,22 +412,11 @@ def _phase_rows(runs: Sequence[_Run], theme: Theme) -> Iterator[_Row]:
         if one
         for phase in one.replicas[i].shares
     }
+    title = f"Share of the time in each phase{_rest(shown, strips)}"
+    head = partial(_name_phases, theme, title, occurring)
     for i, strip in enumerate(shown):
         draw_strip = partial(_draw_shares, theme, *strip)
-        if i:
-            yield _Row(0.42, 0.09, draw_strip)
-            continue
-        rest = f" (the first {len(shown)} of {len(strips)})" if len(shown) < len(strips) else ""
-        title = f"Share of the time in each phase{rest}"
-
-        def draw_first(
-            axes: Axes, draw: Callable[[Axes], None] = draw_strip, title: str = title
-        ) -> None:
-            draw(axes)
-            axes.set_title(title, pad=24)
-            _legend(axes, occurring, theme)
-
-        yield _Row(0.42, 0.8, draw_first)
+        yield _Row(0.42, 0.09 if i else 0.8, draw_strip, head=None if i else head)
     if len(strips) > 1:
         yield _Row(0.8, 0.5, partial(_draw_imbalance, theme, [parts for parts in each if parts]))
 
@@ -512,17 +499,16 @@ def draw_step(
     last = ranks[0][1]
     kind = "training" if last.kind == "train" else "inference"
     samples = sum(record.samples for _, record in ranks)
-    axes.set_title(
-        f"The last {kind} step, {last.number:,}: {samples:,} samples", loc="left", pad=24
-    )
+    title = f"The last {kind} step, {last.number:,}: {samples:,} samples"
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _legend(axes, occurring, theme)
+    _name_phases(theme, title, occurring, axes)
 
 
-def _legend(axes: Axes, phases: set[Phase], theme: Theme) -> None:
-    """The phases that occur, between a title and the axes."""
+def _name_phases(theme: Theme, title: str, phases: set[Phase], axes: Axes) -> None:
+    """A title, and below it the phases that occur."""
+    axes.set_title(title, loc="left", pad=24)
     handles = [
         Patch(color=theme.phases[phase].color, label=phase) for phase in PHASES if phase in phases
     ]

@@ -69,6 +69,3 @@ class Replay(Sampler):
     def devices(self) -> list[DeviceReading]:
         """All devices of the sample that was told last, or is the next."""
         return list(self._latest.devices)
-
-    def warm_up(self) -> None:
-        """Do nothing: what was recorded stays as it is."""

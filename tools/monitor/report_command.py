@@ -73,8 +73,9 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
     yield Group(*_recording(report))
     if report.devices:
         yield _devices(report)
-    names = _device_names(report.devices)
-    notes = [note for device in report.devices for note in _device_notes(device, names[id(device)])]
+    names = _device_names(report)
+    devices = zip(report.devices, names, strict=True)
+    notes = [note for device, name in devices for note in _device_notes(device, name)]
     if notes:
         yield Group(*notes)
     for job in report.jobs:
@@ -105,11 +106,10 @@ def _devices(report: Report) -> Table:
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     for i, title in enumerate(titles):
         rows.add_column(title, justify="left" if i < 2 else "right")
-    names = _device_names(report.devices)
-    for device in report.devices:
+    for device, name in zip(report.devices, _device_names(report), strict=True):
         temperature = device.temperature_peak
         rows.add_row(
-            names[id(device)],
+            name,
             Text(device.name),
             percent_text(device.utilization_mean),
             percent_text(device.utilization_peak),
@@ -122,10 +122,10 @@ def _devices(report: Report) -> Table:
     return rows
 
 
-def _device_names(devices: Sequence[DeviceReport]) -> dict[int, str]:
-    """By the identity of the object: its name, with its machine where there are several."""
-    several = len({one.host for one in devices}) > 1
-    return {id(one): f"{one.host} {one.device}" if several else one.device for one in devices}
+def _device_names(report: Report) -> list[str]:
+    """With their machines, where there are several."""
+    several = len({one.host for one in report.devices}) > 1
+    return [f"{one.host} {one.device}" if several else one.device for one in report.devices]
 
 
 def _device_notes(device: DeviceReport, name: str) -> Iterator[Text]:

@@ -26,11 +26,10 @@ class HostReader:
         processes: Callable[[], Mapping[int, str]] = dict,
         *,
         busy: Callable[[], float | None] | None = None,
-        num_cpus: float | None = None,
     ) -> None:
         self._processes = processes
         self._busy = BusyShare() if busy is None else busy
-        self._num_cpus = usable_processors().count if num_cpus is None else num_cpus
+        self._num_cpus = usable_processors().count
         self._threads: dict[int, ThreadLoads] = {}
 
     def read(self) -> HostReading:
