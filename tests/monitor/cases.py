@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,12 @@ from dataparallel.monitor.readings.reading import (
     ProcessReading,
     Sample,
 )
+from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.tools.monitor import command, opening
+from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.recording import Recording
 
 Seconds = dict[Phase, float]
@@ -289,3 +293,40 @@ def make_sample(tick: int = 0, **changes: Any) -> Sample:
 def samples(count: int) -> Iterator[Sample]:
     """The machine second by second."""
     return (make_sample(tick) for tick in range(count))
+
+
+# --- samplers --------------------------------------------------------------------------------
+
+
+class FakeSampler(Sampler):
+    """Gives samples that are made up, as fast as they are wanted, and then does something."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None, count: int = 3) -> None:
+        super().__init__((), interval=0.01)
+        self.closed = self.given = 0
+        self.count = count
+        self.then = then
+
+    def samples(self) -> Iterator[Sample]:
+        for tick in range(self.count):
+            self.given += 1
+            yield make_sample(tick)
+        self.then()
+
+    def close(self) -> None:
+        super().close()
+        self.closed += 1
+
+
+def opened(*words: str) -> Sampler:
+    """The sampler of a command with these options."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.add_sampler_options(parser)
+    return opening.open_sampler(parser.parse_args(words))
+
+
+def history_of(*shown: Sample) -> History:
+    history = History()
+    for one in shown:
+        history.add(one)
+    return history

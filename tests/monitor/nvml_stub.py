@@ -35,12 +35,6 @@ EVERYTHING: dict[str, Any] = {
     "FanSpeed": 35,
     "CurrentClocksEventReasons": 0,
     "CurrentClocksThrottleReasons": 0,
-    # What nvitop asks for besides.
-    "PowerManagementLimit": 700_000,
-    "PciInfo_v3": {"busId": b"00000000:41:00.0"},
-    "PcieThroughput 0": 1200,
-    "PcieThroughput 1": 800,
-    **dict.fromkeys(("PersistenceMode", "PerformanceState", "DisplayActive", "ComputeMode"), 0),
 }
 #: Number and scope of a field: type and value, or the code with which it fails.
 FIELDS: dict[tuple[int, int], tuple[int, float] | int] = {

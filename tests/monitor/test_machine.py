@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import threading
 import time
@@ -16,9 +15,7 @@ import torch
 
 from dataparallel import monitor
 from dataparallel.monitor.readings import machine
-from dataparallel.monitor.readings.reading import Sample
-from dataparallel.tools.monitor import command, opening
-from tests.monitor.cases import PID, samples, write_recording
+from tests.monitor.cases import PID, opened, samples, write_recording
 from tests.monitor.cases import run_folder as run_folder
 from tests.monitor.nvml_stub import EVERYTHING, Device, Stub
 from tests.monitor.nvml_stub import stub as stub
@@ -171,14 +168,6 @@ def test_mistakes_with_a_collector_are_explained(two: Stub) -> None:
 # --- which devices ---------------------------------------------------------------------------
 
 
-def opened(*words: str) -> Sample:
-    """The sample of a command with these options."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    command.add_sampler_options(parser)
-    with opening.open_sampler(parser.parse_args(words)) as sampler:
-        return sampler.sample()
-
-
 @pytest.mark.parametrize(
     ("visible", "words", "names"),
     [
@@ -207,7 +196,8 @@ def test_commands_show_the_devices_that_are_asked_for(
     two.devices[0].uuid, two.devices[1].uuid = "GPU-0aaa", "GPU-1aaa"
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    sample = opened(*words)
+    with opened(*words) as sampler:
+        sample = sampler.sample()
     assert [one.device for one in sample.devices if one.source != "virtual"] == names
     of_second = {"GPU-1": "cuda:0"}.get(visible or "", "nvml:1")
     assert [one.device for one in sample.processes] == [one for one in names if one == of_second]
@@ -216,7 +206,7 @@ def test_commands_show_the_devices_that_are_asked_for(
 
 def test_of_a_recording_too(tmp_path: Path) -> None:
     path = str(write_recording(tmp_path / "run.jsonl", list(samples(2))))
-    sample = opened("--source", path, "--only", "cuda:4", "GPU-2")
+    sample = opened("--source", path, "--only", "cuda:4", "GPU-2").sample()
     assert [one.device for one in sample.devices] == ["cuda:2", "cuda:4"]
     assert [one.pid for one in sample.processes] == [PID, 31337]
     with pytest.raises(ValueError, match="there is no device 'cuda:9'; there are: cuda:0, cuda:1"):

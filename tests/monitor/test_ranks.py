@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import io
@@ -24,10 +23,8 @@ from dataparallel.monitor import StepMonitor, attach
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.cli import main
-from dataparallel.tools.monitor import command
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History
-from dataparallel.tools.monitor.opening import open_sampler
 from dataparallel.tools.monitor.ranks import find_in_job, find_slow_rank, run_name
 from dataparallel.tools.monitor.recording import Recording
 from dataparallel.tools.monitor.replica_lines import replica_lines
@@ -44,7 +41,9 @@ from tests.monitor.cases import (
     FakeRun,
     Seconds,
     device,
+    history_of,
     make_info,
+    opened,
     recording,
     sample,
     write_recording,
@@ -141,10 +140,8 @@ def test_the_time_of_another_module_is_no_waiting_for_input(seconds: float, expe
 
 
 def live(*samples: Sequence[RunState]) -> History:
-    history = History()
-    for i, states in enumerate(samples):
-        history.add(dataclasses.replace(sample(float(i)), runs=tuple(states)))
-    return history
+    looks = enumerate(samples)
+    return history_of(*(dataclasses.replace(sample(float(i)), runs=tuple(s)) for i, s in looks))
 
 
 def test_a_job_is_shown_as_one_and_what_its_ranks_share_is_told_once() -> None:
@@ -328,12 +325,10 @@ def test_a_job_of_two_processes_is_watched_by_everything_at_once(
     job.start()
     store, path = SampleStore(), run_folder / "run.jsonl"
     watch = ["--attach", "auto", "--source", "cpu"]
-    parser = argparse.ArgumentParser()
-    command.add_sampler_options(parser)
     try:
         while len(attach.ask().states) < 2:
             time.sleep(0.05)
-        with open_sampler(parser.parse_args([*watch, "--interval", "0.2"])) as sampler:
+        with opened(*watch, "--interval", "0.2") as sampler:
             feeder = threading.Thread(target=store.feed, args=(sampler.samples(),))
             feeder.start()
             assert main(["monitor", "top", "--once", "--json", *watch]) == 0

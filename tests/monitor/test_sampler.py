@@ -31,12 +31,11 @@ from dataparallel.monitor.readings.reading import DeviceReading, Sample
 from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.tools.monitor import command, opening
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
 from dataparallel.tools.monitor.sizes import duration, size
 from dataparallel.tools.monitor.virtual_source import VirtualSource
-from tests.monitor.cases import make_run, sample, write_recording
+from tests.monitor.cases import make_run, opened, sample, write_recording
 from tests.monitor.cases import run_folder as run_folder
 
 ME = os.getpid()
@@ -208,16 +207,6 @@ def test_a_process_that_is_gone_is_left_out() -> None:
     assert [host.read().threads for _ in range(2)] == [{}, {}]
 
 
-def test_what_may_not_be_seen_of_a_process_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: Any) -> Any:
-        raise psutil.AccessDenied(ME)
-
-    monkeypatch.setattr(psutil.Process, "memory_info", denied)
-    monkeypatch.setattr(psutil.Process, "username", denied)
-    (process,) = CpuSource(lambda: (ME,)).read().processes
-    assert (process.user, process.memory, process.name) == (None, None, psutil.Process().name())
-
-
 @pytest.mark.parametrize(
     ("sensors", "expected"),
     [
@@ -382,12 +371,6 @@ def test_memory_is_that_of_the_tightest_group(
 
 
 # --- from options to a sampler -----------------------------------------------------------------
-
-
-def opened(*words: str) -> Sampler:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    command.add_sampler_options(parser)
-    return opening.open_sampler(parser.parse_args(words))
 
 
 def test_without_a_driver_the_cpu_is_read_and_the_remedy_is_told(

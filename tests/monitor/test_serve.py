@@ -27,7 +27,6 @@ from prometheus_client import generate_latest, parser
 
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
-from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import command, opening, serve_command
 from dataparallel.tools.monitor.prometheus import registry_of
@@ -35,7 +34,7 @@ from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.serve_command import serving
 from dataparallel.tools.monitor.server import Answer, MonitorServer, Route
 from dataparallel.tools.monitor.site import routes
-from tests.monitor.cases import make_device, make_run, make_sample, samples
+from tests.monitor.cases import FakeSampler, make_device, make_run, make_sample, samples
 
 PAGE = ("/", "/page.js", "/page.css", "/uPlot.min.js", "/uPlot.min.css", "/icon.svg")
 DATA = ("/metrics", "/api/about", "/api/samples")
@@ -423,24 +422,14 @@ def test_connections_have_an_end_and_a_greatest_number() -> None:
 # --- the command -------------------------------------------------------------------------------
 
 
-class Failing(Sampler):
-    """Gives one sample, and then breaks."""
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> FakeSampler:
+    """What breaks after some samples takes the place of what is asked for."""
 
-    is_closed = False
-
-    def samples(self) -> Iterator[Sample]:
-        yield make_sample()
+    def fail() -> None:
         raise OSError("the device is gone")
 
-    def close(self) -> None:
-        super().close()
-        self.is_closed = True
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """What breaks after one sample takes the place of what is asked for."""
-    sampler = Failing([])
+    sampler = FakeSampler(fail)
     monkeypatch.setattr(opening, "open_sampler", lambda arguments: sampler)
     monkeypatch.delenv(command.TOKEN_VARIABLE, raising=False)
     return sampler
@@ -511,7 +500,7 @@ def test_commands(
     status: int,
     told: str,
     untold: str,
-    failing: Failing,
+    failing: FakeSampler,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -524,4 +513,4 @@ def test_commands(
     printed = "".join(capsys.readouterr())
     assert found == status
     assert re.search(told, printed) and not re.search(untold, printed), printed
-    assert failing.is_closed == (status == 1)
+    assert failing.closed == (status == 1)

@@ -9,14 +9,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading, Sample
-from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.alerts import find_alerts
@@ -30,8 +28,10 @@ from tests.monitor.cases import (
     PID,
     SLOW,
     FakeRun,
+    FakeSampler,
     Seconds,
     device,
+    history_of,
     make_device,
     make_run,
     make_sample,
@@ -40,17 +40,10 @@ from tests.monitor.cases import (
     samples,
 )
 
-ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+ENTER = "\x1b[?1049h"
 
 
 # --- what it warns of ----------------------------------------------------------------------------
-
-
-def history_of(*shown: Sample) -> History:
-    history = History()
-    for one in shown:
-        history.add(one)
-    return history
 
 
 def warnings(*shown: Sample) -> list[str]:
@@ -311,36 +304,10 @@ def test_a_phase_is_a_block_of_its_color_in_which_the_letters_are_not_seen() -> 
 # --- without a terminal --------------------------------------------------------------------------
 
 
-class FakeSampler(Sampler):
-    """Gives samples that are made up, as fast as they are wanted."""
-
-    def __init__(self, count: int = 3, then: Callable[[], object] = lambda: None) -> None:
-        super().__init__(())
-        self.closed = self.given = 0
-        self.count = count
-        self.then = then
-        self.asked = argparse.Namespace()
-
-    def samples(self) -> Iterator[Sample]:
-        for tick in range(self.count):
-            self.given += 1
-            yield make_sample(tick)
-        self.then()
-
-    def close(self) -> None:
-        super().close()
-        self.closed += 1
-
-
 @pytest.fixture
 def sampler(monkeypatch: pytest.MonkeyPatch) -> FakeSampler:
     fake = FakeSampler()
-
-    def open_sampler(arguments: argparse.Namespace) -> FakeSampler:
-        fake.asked = arguments
-        return fake
-
-    monkeypatch.setattr(top_command, "open_sampler", open_sampler)
+    monkeypatch.setattr(top_command, "open_sampler", lambda arguments: fake)
     monkeypatch.setenv("COLUMNS", "100")
     return fake
 
@@ -371,13 +338,20 @@ def test_it_prints_every_sample_where_it_cannot_draw(
 
 
 def test_once_takes_two_samples_and_prints_one_view(
-    sampler: FakeSampler, capsys: pytest.CaptureFixture[str]
+    sampler: FakeSampler, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[argparse.Namespace] = []
+
+    def open_sampler(arguments: argparse.Namespace) -> FakeSampler:
+        asked.append(arguments)
+        return sampler
+
+    monkeypatch.setattr(top_command, "open_sampler", open_sampler)
     text = run(capsys, "--once")
     assert text.count("TransformerLM") == 1 and sampler.given == 2
     # It takes two to know how fast a run is; nobody wants to wait long for them.
     assert "6.00 steps/s" in text
-    assert (sampler.asked.interval, sampler.asked.speed) == (0.25, math.inf)
+    assert (asked[0].interval, asked[0].speed) == (0.25, math.inf)
 
 
 @pytest.mark.parametrize(

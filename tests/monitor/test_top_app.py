@@ -25,14 +25,13 @@ from textual.pilot import Pilot
 
 from dataparallel.monitor.readings.process_control import end_process, environment
 from dataparallel.monitor.readings.reading import HostReading, ProcessReading, Sample
-from dataparallel.monitor.readings.sampler import Sampler
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.process_rows import NAMES, Row, arranged, as_tree
 from dataparallel.tools.monitor.top_app import TopApp
 from dataparallel.tools.monitor.top_widgets import Table
 from dataparallel.tools.monitor.view import View
-from tests.monitor.cases import GIB, make_sample
+from tests.monitor.cases import GIB, FakeSampler, make_sample
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -377,25 +376,6 @@ def test_only_what_the_user_may_end_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 # --- in a terminal -------------------------------------------------------------------------------
 
 
-class Endless(Sampler):
-    """Gives samples that are made up, and does something after the third one."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        super().__init__((), interval=0.01)
-        self.closed = 0
-        self._then = then
-
-    def samples(self) -> Iterator[Sample]:
-        for tick in range(3):
-            yield make_sample(tick)
-        self._then()
-        self._stopped.wait()
-
-    def close(self) -> None:
-        super().close()
-        self.closed += 1
-
-
 def fail() -> None:
     raise OSError("the sampler broke")
 
@@ -439,8 +419,10 @@ def test_however_it_ends_the_terminal_is_as_before(
             fail()
         else:
             os.kill(os.getpid(), how)
+        ended.wait(60)
 
-    sampler = Endless(act)
+    ended, sampler = threading.Event(), FakeSampler(act)
+    monkeypatch.setattr(sampler, "stop", ended.set)
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGCONT)
@@ -454,10 +436,10 @@ def test_however_it_ends_the_terminal_is_as_before(
             monkeypatch.setattr(top_command, "open_sampler", lambda arguments: sampler)
             modes = termios.tcgetattr(slave)
             try:
-                ended = cli.main(["monitor", "top"])
+                found = cli.main(["monitor", "top"])
             except SystemExit as end:
-                ended = int(end.code or 0)
-            assert ended == status and sampler.closed
+                found = int(end.code or 0)
+            assert found == status and sampler.closed
             assert termios.tcgetattr(slave) == modes
     finally:
         for number, handler in before.items():
