@@ -324,13 +324,13 @@ def find_changes(
     if chosen:
         return sorted(chosen, key=lambda one: -one.gain)
     busy = _share(totals, totals.mean("forward", "loss", "backward"))
-    return [
-        Finding(
-            "nothing",
-            "Nothing stands out: none of the changes known here would make steps much shorter. "
-            f"{busy} of each step is forward, loss and backward.",
-        )
-    ]
+    text = (
+        "Nothing stands out: none of the changes known here would make steps much shorter. "
+        f"{busy} of each step is forward, loss and backward"
+    )
+    if info.hides_waiting:
+        text += ", with the waiting for other processes: look at all ranks together"
+    return [Finding("nothing", f"{text}.")]
 
 
 def _change(totals: RunTotals, kind: str, saved: float, text: str, **numbers: float) -> Finding:
@@ -450,21 +450,28 @@ def _loss_of_first(totals: RunTotals) -> float:
     return first if others and not any(others) else 0.0
 
 
-def _optimizer(totals: RunTotals, info: RunInfo) -> Finding:
+def _optimizer(totals: RunTotals, info: RunInfo) -> Finding | None:
     seconds = max(totals.each("optimizer"))
     devices = len({one.device for one in totals.replicas})
+    options = [f"give the optimizer {info.faster_option}=True"] if info.faster_option else []
+    if not info.is_hooked:
+        options.append("use model.step_in_backward")
+    saved, where = seconds / 2, ""
     if devices > 1:
         saved = seconds * (1 - 1 / devices)
         where = " on one device, while the others wait"
-        remedy = (
-            "Shard it: dataparallel.ShardedOptimizer(torch.optim.AdamW, model, ...) lets each "
-            "device step a part. Or fused=True, or model.step_in_backward(...)."
+        options.insert(
+            0,
+            "shard it: dataparallel.ShardedOptimizer(torch.optim.AdamW, model, ...) lets each "
+            "device step a part",
         )
-    else:
-        saved, where = seconds / 2, ""
-        remedy = "Give the optimizer fused=True (or foreach=True)"
-        remedy += "." if info.is_hooked else ", or use model.step_in_backward."
-    text = f"{_share(totals, seconds)} of each step is the optimizer's{where}. {remedy}"
+    if not options:
+        return None
+    remedy = "; or ".join(options)
+    text = (
+        f"{_share(totals, seconds)} of each step is the optimizer's{where}. "
+        f"{remedy[0].upper()}{remedy[1:]}."
+    )
     return _change(totals, "optimizer", saved, text, optimizer_seconds=seconds)
 
 
@@ -489,10 +496,15 @@ def _threads(totals: RunTotals, info: RunInfo) -> Finding | None:
     if num_replicas and share < each:
         threads = processes * each
         whose = f" ({processes} processes with {each} each)" if processes > 1 else ""
-        fewer = f", and at most {share} replicas" if num_replicas > share else ""
+        remedies = []
+        if num_replicas > share:
+            a_process = " a process" if processes > 1 else ""
+            remedies.append(f"at most {share} replica{'s' if share > 1 else ''}{a_process}")
+        if info.num_threads > share:
+            remedies.append(f"OMP_NUM_THREADS={share} (or torch.set_num_threads({share}))")
         text = (
             f"{threads} threads{whose} compute on {info.num_cpus:g} processors, and wait for each "
-            f"other. Set OMP_NUM_THREADS={share}, or call torch.set_num_threads({share}){fewer}."
+            f"other. Use {' and '.join(remedies)}."
         )
         if is_active:
             text += " Take OMP_WAIT_POLICY=active away: threads that wait then leave the processor."

@@ -47,6 +47,8 @@ class RunInfo:
             of one.
         wait_policy: What ``OMP_WAIT_POLICY`` says; empty where it says nothing.
         is_hooked: Whether the module is no wrapper of this package, and watched by hooks.
+        faster_option: The option of its optimizer that would make the step faster; empty if there
+            is none.
     """
 
     model: str
@@ -62,6 +64,12 @@ class RunInfo:
     num_cpus: float = 1.0
     wait_policy: str = ""
     is_hooked: bool = False
+    faster_option: str = ""
+
+    @property
+    def hides_waiting(self) -> bool:
+        """Whether the waiting for other processes is a part of the forward and the backward."""
+        return self.is_hooked and self.world_size > 1
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,9 @@ _WRAPPERS = {
 }
 
 
-def describe_run(target: nn.Module | Optimizer, timeline: Timeline) -> RunInfo:
+def describe_run(
+    target: nn.Module | Optimizer, timeline: Timeline, faster_option: str = ""
+) -> RunInfo:
     """All that a monitor asks of what it watches; buckets are made anew at times."""
     group, sizes = default_group(), []
     if isinstance(target, DataParallel):
@@ -188,6 +198,7 @@ def describe_run(target: nn.Module | Optimizer, timeline: Timeline) -> RunInfo:
         num_cpus=_num_cpus(int(local)),
         wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
         is_hooked=not isinstance(target, DataParallel),
+        faster_option=faster_option,
     )
 
 

@@ -120,6 +120,7 @@ class StepMonitor:
         self._stopped: float | None = None
         self._publisher: Publisher | None = None
         self._module_spans: ModuleSpans | None = None
+        self._optimizers: OptimizerSpans | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -144,7 +145,8 @@ class StepMonitor:
             self._on_devices(())
         self._assembler.start()
         timeline.subscribe(self._listener)
-        ends = [OptimizerSpans(timeline, self._model).remove]
+        self._optimizers = OptimizerSpans(timeline, self._model)
+        ends = [self._optimizers.remove]
         if not isinstance(self._model, DataParallel):
             self._module_spans = ModuleSpans(timeline, self._model)
             ends.append(self._module_spans.remove)
@@ -254,7 +256,8 @@ class StepMonitor:
             host_bound, retries = tuple(self._host_bound), tuple(self._retries)
         timeline = self._timeline
         memory = [memory_of(device) for device in timeline.devices]
-        now = time.perf_counter_ns()
+        # In this order: what has begun by now has begun before.
+        phases, now = list(timeline.now), time.perf_counter_ns()
         return RunState(
             job=name_of_job(),
             rank=rank_of_process(),
@@ -265,11 +268,12 @@ class StepMonitor:
             started=self._started,
             num_steps=self._assembler.num_steps,
             num_samples=self._assembler.num_samples,
-            info=describe_run(self._model, timeline),
-            now=tuple(
-                (phase, (now - since) / 1e9 if since else 0.0)
-                for phase, since in list(timeline.now)
+            info=describe_run(
+                self._model,
+                timeline,
+                "" if self._optimizers is None else self._optimizers.faster_option,
             ),
+            now=tuple((phase, (now - since) / 1e9 if since else 0.0) for phase, since in phases),
             totals=totals,
             memory=tuple(memory_allocated(device) for device in timeline.devices),
             last=steps[-1] if steps else None,

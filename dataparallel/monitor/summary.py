@@ -72,7 +72,8 @@ class Summary:
             or in their sum where single steps are unknown; None for one replica.
         straggler: The replica that holds up the others; None if none does.
         exposed_communication: Share of the step in which data moves between devices or processes
-            and no computing hides it.
+            and no computing hides it; None where that is a part of other phases, as with torch's
+            wrappers in several processes.
         findings: What to change, the largest gain first; at least one, see
             :class:`~dataparallel.monitor.findings.Finding`.
         monitor_share: The share of a processor that watching took; None where that is unknown.
@@ -89,7 +90,7 @@ class Summary:
     replicas: tuple[ReplicaScore, ...]
     imbalance: float | None
     straggler: Straggler | None
-    exposed_communication: float
+    exposed_communication: float | None
     findings: tuple[Finding, ...]
     monitor_share: float | None = None
 
@@ -151,12 +152,14 @@ class Summary:
                 f"left out of the advice: {self.num_not_advised} of {self.num_steps} steps, which "
                 "took over 5 times the median"
             )
-        told = f"exposed communication {percent(self.exposed_communication)} of the step"
+        told = []
         if self.imbalance is not None:
-            told = f"imbalance {self.imbalance:.2f} (slowest over mean), {told}"
+            told.append(f"imbalance {self.imbalance:.2f} (slowest over mean)")
+        if self.exposed_communication is not None:
+            told.append(f"exposed communication {percent(self.exposed_communication)} of the step")
         if self.monitor_share is not None:
-            told += f", watching took {100 * self.monitor_share:.2g} % of a processor"
-        return [*lines, told]
+            told.append(f"watching took {100 * self.monitor_share:.2g} % of a processor")
+        return [*lines, ", ".join(told)] if told else lines
 
     def table(self, width: int = _WIDTH) -> list[str]:
         """The lines of tables with one column per replica, as wide as fits, else one below."""
@@ -275,7 +278,7 @@ def summarize(
         totals.replicas,
         imbalance(totals, singles),
         straggler,
-        moves * frequency * totals.num_steps,
+        None if info.hides_waiting else moves * frequency * totals.num_steps,
         tuple(find_changes(steady, info, straggler, slowed, state)),
         None if state is None else state.monitor_share,
     )

@@ -95,7 +95,13 @@ def test_more_threads_than_processors(num_threads: Any, monkeypatch: pytest.Monk
     found = told(train(Slow()))
     assert found["oversubscribed"].gain > 0.3
     assert f"{4 * cpus} threads compute on" in found["oversubscribed"].text
+    assert "OMP_NUM_THREADS" in found["oversubscribed"].text
+    assert "replica" not in found["oversubscribed"].text
     assert "OMP_WAIT_POLICY" not in found["oversubscribed"].text
+    num_threads(1)
+    many = told(train(DataParallel(Slow(), ["cpu"] * (cpus + 1))))["oversubscribed"]
+    assert f"at most {cpus} replica" in many.text and "OMP_NUM_THREADS" not in many.text
+    num_threads(4 * cpus)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert "Take OMP_WAIT_POLICY=active away" in told(train(Slow()))["oversubscribed"].text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import gzip
 import json
@@ -559,6 +560,25 @@ def test_other_optimizers_are_no_business_of_this_model() -> None:
             ours.step()
     spans = [s for step in monitor.steps for s in step.replicas[0].segments]
     assert [segment.phase for segment in spans].count("optimizer") == 2
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "option"),
+    [
+        (functools.partial(SGD, lr=0.01), "fused"),
+        (functools.partial(SGD, lr=0.01, fused=True), ""),
+        (torch.optim.Adadelta, "foreach"),
+        (torch.optim.LBFGS, ""),
+    ],
+)
+def test_an_optimizer_is_advised_what_it_can_do(make_optimizer: Any, option: str) -> None:
+    model = net()
+    with StepMonitor(model, publish=False) as monitor:
+        optimizer = make_optimizer(model.parameters())
+        loss = model(X).sum()
+        loss.backward()
+        optimizer.step(lambda: loss)
+    assert monitor.state().info.faster_option == option
 
 
 def test_what_fails_does_not_end_a_step_and_is_not_under_way_for_ever() -> None:

@@ -14,7 +14,7 @@ from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.summary import Summary, summarize
 from tests.monitor.cases import BUSY, SLOW, FakeRun, Seconds, make_info, make_step, make_steps
 
-ONE_DEVICE = dataclasses.replace(make_info(), devices=("cpu", "cpu"))
+ONE_DEVICE = dataclasses.replace(make_info(faster_option="fused"), devices=("cpu", "cpu"))
 DATA_PARALLEL = make_info(buckets=0)
 SLOWER: Seconds = {"forward": 0.8, "backward": 1.3}
 SMALL: Seconds = {"scatter": 0.6, "gather": 0.3, "reduce local": 0.6, "idle": 1.5}
@@ -52,7 +52,9 @@ CHANGES: dict[str, tuple[list[Seconds], dict[str, float], str]] = {
     "scatter": (SCATTER, {"scatter": 0.25, "overhead": 0.25}, "pin_memory"),
     "parameters": (SCATTER, {"scatter": 0.25, "overhead": 0.25}, "DistributedDataParallel keeps"),
     "optimizer": (OPTIMIZER, {"optimizer": 0.25}, "ShardedOptimizer"),
-    "optimizer on one device": (OPTIMIZER, {"optimizer": 0.25}, "fused=True"),
+    "optimizer on one device": (OPTIMIZER, {"optimizer": 0.25}, "Give the optimizer fused=True"),
+    # Its step is as fast as can be.
+    "fused optimizer": ([{"forward": 3.0, "optimizer": 1.0}], {"nothing": 0.0}, "Nothing stands"),
     "processes": (both(ACROSS), {"communication hook": 0.25}, "about 4 MiB) with"),
     "small buckets": (
         both({"reduce local": 1.0}),
@@ -95,6 +97,7 @@ CHUNKS = {"uneven": [8, 16], "balanced": [16, 8]}
 RUNS = {
     "parameters": DATA_PARALLEL,
     "optimizer on one device": ONE_DEVICE,
+    "fused optimizer": make_info(1, is_hooked=True),
     "processes": make_info(num_parameters=2**20),
     "small buckets": make_info(buckets=16, num_parameters=2**16),
     "many buckets": make_info(buckets=16, num_parameters=2**20),
@@ -325,6 +328,16 @@ def test_many_replicas_are_in_several_tables() -> None:
     lines = str(sum_up(make_steps(2, [BUSY] * 16))).splitlines()
     assert sum(line.startswith("replica ") for line in lines) > 1
     assert max(map(len, lines)) <= 100
+
+
+def test_waiting_that_nothing_tells_apart_is_not_said_to_be_none() -> None:
+    hooked = make_info(1, is_hooked=True, world_size=2)
+    told = sum_up(make_steps(3, [ALONE]), hooked)
+    assert told.exposed_communication is None and "exposed" not in str(told)
+    assert "exposed_communication_share" not in told.as_metrics()
+    assert "look at all ranks" in told.advice.text
+    alone = sum_up(make_steps(3, [ALONE]), dataclasses.replace(hooked, world_size=1))
+    assert alone.exposed_communication is not None and "ranks" not in alone.advice.text
 
 
 def test_metrics_are_flat_numbers() -> None:

@@ -33,8 +33,8 @@ class Collector:
 
     Args:
         interval: Seconds between two readings. Default: 1.
-        only: Which devices, as for ``--only`` of the commands: ``["cuda:0"]``. Default: those that
-            this process can use, and the CPU.
+        only: Which devices, as for ``--only`` of the commands: ``["cuda:0"]``, or ``"cuda:0"``.
+            Default: those that this process can use, and the CPU.
 
     Raises:
         ImportError: The extra ``monitor`` is not installed.
@@ -45,7 +45,7 @@ class Collector:
         if not 0 < interval <= threading.TIMEOUT_MAX:
             raise ValueError(f"interval must be a number of seconds above 0, but got {interval!r}")
         self._interval = interval
-        chosen = tuple(only)
+        chosen = (only,) if isinstance(only, str) else tuple(only)
         self._selection = Selection(chosen, only_visible=not chosen)
         if chosen:
             self._selection.check(devices())
