@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dataparallel import monitor
-from dataparallel.monitor.readings import machine
+from dataparallel.monitor.readings import machine, sampler
 from tests.monitor.cases import PID, opened, samples, write_recording
 from tests.monitor.cases import run_folder as run_folder
 from tests.monitor.nvml_stub import EVERYTHING, Device, Stub
@@ -37,7 +37,7 @@ def two(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
 @pytest.fixture
 def always(two: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
     """The same where each call reads anew."""
-    monkeypatch.setattr(machine, "SHORTEST_SPAN", 0.0)
+    monkeypatch.setattr(sampler, "SHORTEST_SPAN", 0.0)
     monkeypatch.setattr(machine, "_NEW", 0.0)
     return two
 
@@ -196,8 +196,8 @@ def test_commands_show_the_devices_that_are_asked_for(
     two.devices[0].uuid, two.devices[1].uuid = "GPU-0aaa", "GPU-1aaa"
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with opened(*words) as sampler:
-        sample = sampler.sample()
+    with opened(*words) as found:
+        sample = found.sample()
     assert [one.device for one in sample.devices if one.source != "virtual"] == names
     of_second = {"GPU-1": "cuda:0"}.get(visible or "", "nvml:1")
     assert [one.device for one in sample.processes] == [one for one in names if one == of_second]

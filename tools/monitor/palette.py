@@ -15,37 +15,28 @@ from dataparallel.threads.timeline import Phase
 
 
 class PhaseStyle(NamedTuple):
-    """How one phase looks.
+    """How one phase looks; colors are ``#rrggbb``."""
 
-    Attributes:
-        letter: Stands for it where there are no colors.
-        color: As ``#rrggbb``.
-        ink: Color of writing on it, likewise.
-    """
-
+    #: Stands for it where there are no colors.
     letter: str
     color: str
+    #: Color of writing on it.
     ink: str
 
 
 @dataclass(frozen=True)
 class Theme:
-    """The colors on one ground.
-
-    Attributes:
-        ground: Color of what is drawn on.
-        ink: Of writing.
-        soft: Of writing that is less important, and of axes.
-        line: Of the one line in a chart.
-        warning: Of what is slowed down.
-        phases: In the order in which they are shown.
-    """
+    """The colors on one ground."""
 
     ground: str
     ink: str
+    #: Of writing that is less important, and of axes.
     soft: str
+    #: Of the one line in a chart.
     line: str
+    #: Of what is slowed down.
     warning: str
+    #: In the order in which they are shown.
     phases: Mapping[Phase, PhaseStyle]
 
 

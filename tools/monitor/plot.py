@@ -36,7 +36,12 @@ from dataparallel.tools.monitor.recording import (
     read_recording,
     times_of,
 )
-from dataparallel.tools.monitor.run_period import RunPeriod, find_runs, part_between
+from dataparallel.tools.monitor.run_period import (
+    RunPeriod,
+    find_runs,
+    part_between,
+    summarize_periods,
+)
 
 #: More devices or replicas would be too thin.
 MAX_STRIPS = 16
@@ -203,7 +208,8 @@ def _titles(tracks: Sequence[_Track], runs: Sequence[_Run]) -> tuple[str, str]:
     when = f"{first} to {last.removeprefix(first[:11])}"
     if not runs:
         return where, when
-    speed = speed_of_ranks((run.state.rank, run.samples_per_second) for run in runs) or 0.0
+    summaries = [(run.state.rank, summarize_periods(run.periods)) for run in runs]
+    speed = speed_of_ranks((rank, one.samples_per_second) for rank, one in summaries) or 0.0
     steps = f"{max(run.num_steps for run in runs):,} steps"
     facts = [runs[0].info.wrapper, when, steps, f"{speed:,.0f} samples/s"]
     models = " and ".join(dict.fromkeys(run.info.model for run in runs))
@@ -344,12 +350,6 @@ class _Run:
     @property
     def num_steps(self) -> int:
         return sum(one.states[-1].num_steps for one in self.periods)
-
-    @property
-    def samples_per_second(self) -> float:
-        first, last = self.periods[-1].states[0], self.state
-        seconds = last.time - first.time
-        return (last.num_samples - first.num_samples) / seconds if seconds else 0.0
 
 
 def _runs(tracks: Sequence[_Track]) -> list[_Run]:

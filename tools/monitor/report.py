@@ -23,26 +23,7 @@ _OFTEN = 0.1
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One device in a whole recording, in base units; what is None was not available.
-
-    Attributes:
-        host: Name of its machine.
-        device: Name under which torch knows it.
-        uuid: Its identity.
-        name: What the vendor calls it.
-        utilization_mean: Ratio.
-        utilization_peak: Likewise.
-        memory_peak: Bytes in use.
-        memory_total: Bytes that there are.
-        temperature_peak: Degrees Celsius.
-        power_mean: Watts.
-        energy: Joules, over the whole recording.
-        throttled: Share of the samples in which it was slowed down.
-        throttle_reasons: Share of the samples by reason, the most frequent first.
-        failed: In how many samples it could not be read.
-        error: Why not, the last time.
-        is_lost: Whether it could not be read, or was missing, at the end.
-    """
+    """One device in a whole recording, in base units; what is None was not available."""
 
     host: str
     device: str
@@ -55,10 +36,13 @@ class DeviceReport:
     temperature_peak: float | None
     power_mean: float | None
     energy: float | None
+    #: Share of the samples in which it was slowed down; and by reason, the most frequent first.
     throttled: float
     throttle_reasons: Mapping[str, float]
+    #: In how many samples it could not be read, and why not, the last time.
     failed: int
     error: str | None
+    #: Whether it could not be read, or was missing, at the end.
     is_lost: bool
 
     @property
@@ -72,78 +56,54 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a recording tells of a run.
-
-    Attributes:
-        job: What all ranks of a job have in common.
-        rank: Which of them it is.
-        host: Name of its machine.
-        name: What tells it from the other runs, in words; empty for the only one.
-        info: What does not change.
-        pids: Its processes: several if it was started again.
-        since_start: Whether the numbers are since the run began, not since it was seen first.
-        summary: Shares, scores, throughput, and what to change first.
-        energy: Joules of its devices while it was watched; None if that is not available.
-        energy_per_sample: Joules; likewise.
-    """
+    """What a recording tells of a run."""
 
     job: str
     rank: int
     host: str
+    #: What tells it from the other runs, in words; empty for the only one.
     name: str
     info: RunInfo
+    #: Several if it was started again.
     pids: tuple[int, ...]
+    #: Whether the numbers are since the run began, not since it was seen first.
     since_start: bool
     summary: Summary
+    #: Joules of its devices while it was watched; None if that is not available.
     energy: float | None
     energy_per_sample: float | None
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """What the ranks of a job come to together.
-
-    Attributes:
-        job: What they have in common.
-        world_size: How many ranks there are.
-        ranks: Those that were recorded.
-        samples_per_second: Of these ranks together.
-        findings: What to change, the largest gain first; at least one.
-    """
+    """What the ranks of a job that were recorded come to together."""
 
     job: str
     world_size: int
     ranks: tuple[int, ...]
     samples_per_second: float
+    #: What to change, the largest gain first; at least one.
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What recordings come to.
+    """What recordings come to."""
 
-    Attributes:
-        seconds: From the first sample to the last, of the longest recording.
-        started: When it began, in seconds since 1970; None if it is empty.
-        num_samples: How many samples there are.
-        sample_cost: Seconds that one took on average; None if there is none.
-        problems: What could not be read, in words.
-        devices: What it tells of each device.
-        host_utilization: Share of all processors of the host that was busy, on average.
-        runs: What is told of each run, by job and rank.
-        jobs: What is told of each job.
-        advice: The one thing to change first.
-    """
-
+    #: From the first sample to the last, of the longest recording.
     seconds: float
+    #: In seconds since 1970; None if there is no sample.
     started: float | None
     num_samples: int
+    #: Seconds that one took on average.
     sample_cost: float | None
     problems: tuple[str, ...]
     devices: tuple[DeviceReport, ...]
+    #: Share of all processors of the host that was busy, on average.
     host_utilization: float | None
     runs: tuple[RunReport, ...]
     jobs: tuple[JobReport, ...]
+    #: The one thing to change first.
     advice: Finding
 
 

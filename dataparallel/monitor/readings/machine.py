@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -21,9 +22,8 @@ import torch
 from dataparallel.devices import accelerators
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.nvml import NvmlSource
-from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
-from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
-from dataparallel.monitor.readings.source import SourceReading
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading, Sample
+from dataparallel.monitor.readings.sampler import SHORTEST_SPAN, Sampler
 from dataparallel.monitor.readings.visible_devices import named_by_run
 from dataparallel.monitor.run import device_uuid
 
@@ -82,32 +82,26 @@ class Machine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sources = (NvmlSource(names=_names_of_torch), CpuSource(lambda: (os.getpid(),)))
-        self._reading = SourceReading()
-        self._at: float | None = None
+        sources = NvmlSource(names=_names_of_torch), CpuSource(lambda: (os.getpid(),))
+        self._sampler = Sampler(sources)
+        self._sample: Sample | None = None
+        self._at = -math.inf
         self._told: set[str] = set()
 
-    def read(self) -> SourceReading:
+    def read(self) -> Sample:
         """What all devices and processes do now, or did a moment ago."""
         with self._lock:
-            age = _OLD if self._at is None else time.monotonic() - self._at
+            age = time.monotonic() - self._at
             if age >= _OLD:
-                self._read()
-                time.sleep(SHORTEST_SPAN)
-            if age >= _NEW:
-                self._read()
-            return self._reading
-
-    def _read(self) -> None:
-        readings = [source.read() for source in self._sources]
-        self._reading = SourceReading(
-            tuple(device for one in readings for device in one.devices),
-            tuple(process for one in readings for process in one.processes),
-        )
-        self._at = time.monotonic()
-        for note in {note for one in readings for note in one.notes} - self._told:
-            self._told.add(note)
-            _log.info("%s", note)
+                self._sampler.warm_up()
+            if self._sample is None or age >= _NEW:
+                self._sample = self._sampler.sample()
+                self._at = time.monotonic()
+                for note in self._sample.notes:
+                    if note not in self._told:
+                        self._told.add(note)
+                        _log.info("%s", note)
+            return self._sample
 
 
 @functools.cache
