@@ -47,8 +47,8 @@ from dataparallel.threads.timeline import PHASES, Phase
 #: Less than this share of a step is not worth a change; from the second one on, it is a warning.
 _WORTHWHILE = 0.03
 _MUCH = 0.15
-#: The slowest replica is a straggler if it takes so much longer than the mean.
-_NOTABLE = 0.1
+#: The slowest replica is a straggler if it takes so much longer than the mean, and so with ranks.
+NOTABLE = 0.1
 #: Of several replicas on one device one is slower for a reason of its own only if it is so nearly
 #: always: otherwise they take turns on the processors.
 _NEARLY_ALWAYS = 0.75
@@ -273,7 +273,7 @@ def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler |
     always = computes[slowest] / mean - 1
     # As ratios, for the steps that are known one by one may be longer than the others.
     excess = max(always, (imbalance(totals, steps) or 1.0) - 1)
-    if excess < _NOTABLE:
+    if excess < NOTABLE:
         return None
     # What takes turns evens out in the totals.
     moves = always < excess / 2
@@ -334,7 +334,12 @@ def find_changes(
 
 
 def _change(totals: RunTotals, kind: str, saved: float, text: str, **numbers: float) -> Finding:
-    gain = min(0.99, max(0.0, saved / totals.step_seconds))
+    return change(kind, saved / totals.step_seconds, text, **numbers)
+
+
+def change(kind: str, gain: float, text: str, **numbers: float) -> Finding:
+    """What a change would save, as a share of a step; a warning where that is much."""
+    gain = min(0.99, max(0.0, gain))
     return Finding(kind, text, "warning" if gain >= _MUCH else "info", gain, numbers)
 
 

@@ -18,16 +18,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.findings import NOTABLE, Finding, change
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary, duration
 from dataparallel.threads.timeline import PHASES, Phase
 
-#: A rank is slow if its own time is so much longer than that of the others, and if a step would
-#: become so much shorter without that.
-_NOTABLE = 0.1
+#: A slow rank is told where a step would become so much shorter without that.
 _WORTHWHILE = 0.05
-_MUCH = 0.15
 _WAITING: Phase = "reduce across processes"
 
 _REMEDIES: dict[Phase, str] = {
@@ -95,35 +92,41 @@ def find_in_job(
     ``states`` has also those of other jobs, from which the job's are told.
     """
     models: dict[str, dict[int, Summary]] = {}
-    told: dict[object, list[tuple[RunState, Finding]]] = {}
     for state, summary in runs:
         models.setdefault(model_name(state, states), {})[state.rank] = summary
-        beside = [one for s, one in runs if s.identity[:2] == state.identity[:2]]
-        for one in summary.findings:
-            if one.kind == "input" and _others_compute(summary, beside):
-                continue
-            told.setdefault((one.kind, one.numbers.get("replica")), []).append((state, one))
     job = f" of {runs[0][0].job}" if len({one.job for one in states}) > 1 else ""
     each_model = (find_slow_rank(ranks, job) for ranks in models.values())
     slow = {one.numbers["rank"]: one for one in each_model if one is not None}
     found = list(slow.values())
-    for each in told.values():
-        several = len({state.rank for state, _ in runs}) > 1
-        who, most = "all ranks" if several else process_name(each[0][0], states), 1.0
-        if len(each) < len(runs) or len(runs) == 1:
-            if slow:
-                # The others wait for it, and would with less to do of their own.
-                each = [(state, one) for state, one in each if state.rank in slow]
-                most = max(one.gain for one in slow.values())
-            who = "; ".join(run_name(state, states) for state, _ in each)
-        if each:
+    for told in _by_cause(runs):
+        is_of_all, most = len(told) == len(runs) > 1, 1.0
+        if slow and not is_of_all:
+            # The others wait for it, and would with less to do of their own.
+            told = [(state, one) for state, one in told if state.rank in slow]
+            most = max(one.gain for one in slow.values())
+        if told:
+            who = "; ".join(run_name(state, states) for state, _ in told)
+            if is_of_all:
+                several = len({state.rank for state, _ in runs}) > 1
+                who = "all ranks" if several else process_name(told[0][0], states)
             # What they have in common.
-            least = min((one for _, one in each), key=lambda one: one.gain)
+            least = min((one for _, one in told), key=lambda one: one.gain)
             text = f"{who[0].upper()}{who[1:]}: {least.text}" if who else least.text
             found.append(replace(least, text=text, gain=min(least.gain, most)))
     chosen = [one for one in found if one.gain] or found[:1]
     nothing = Finding("nothing", "Nothing stands out.")
     return sorted(chosen, key=lambda one: -one.gain) or [nothing]
+
+
+def _by_cause(runs: Sequence[tuple[RunState, Summary]]) -> list[list[tuple[RunState, Finding]]]:
+    """What is found in runs; what is found in several of them stands together."""
+    found: dict[object, list[tuple[RunState, Finding]]] = {}
+    for state, summary in runs:
+        beside = [one for other, one in runs if other.identity[:2] == state.identity[:2]]
+        for one in summary.findings:
+            if one.kind != "input" or not _others_compute(summary, beside):
+                found.setdefault((one.kind, one.numbers.get("replica")), []).append((state, one))
+    return list(found.values())
 
 
 def _others_compute(summary: Summary, beside: Sequence[Summary]) -> bool:
@@ -156,7 +159,7 @@ def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | Non
     usual = statistics.median(own[rank] for rank in others)
     excess = own[slowest] - usual
     gain = excess / ranks[slowest].step_seconds
-    if excess < _NOTABLE * usual or gain < _WORTHWHILE:
+    if excess < NOTABLE * usual or gain < _WORTHWHILE:
         return None
     beyond = {
         phase: seconds - statistics.median(phases[rank].get(phase, 0.0) for rank in others)
@@ -171,13 +174,7 @@ def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | Non
         f"each step, that of the others {duration(usual)}, and {who} {duration(excess)} for it. "
         f"{_REMEDIES.get(phase, _REMEDY)}"
     )
-    return Finding(
-        "slow rank",
-        text,
-        "warning" if gain >= _MUCH else "info",
-        min(0.99, gain),
-        {"rank": slowest, "excess_seconds": excess},
-    )
+    return change("slow rank", gain, text, rank=slowest, excess_seconds=excess)
 
 
 def phase_seconds(summary: Summary) -> dict[Phase, float]:

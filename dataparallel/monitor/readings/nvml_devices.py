@@ -23,12 +23,7 @@ from dataparallel.monitor.readings.visible_devices import Identity
 
 
 class WholeDevice:
-    """Reads a device that answers.
-
-    Attributes:
-        handle: What NVML wants to be given.
-        processes: Reads its processes.
-    """
+    """Reads a device that answers; the handle is what NVML wants to be given."""
 
     def __init__(self, query: Query, handle: Any) -> None:
         self.handle = handle
@@ -57,13 +52,7 @@ class WholeDevice:
 
 
 class Instance:
-    """Reads a MIG instance.
-
-    Attributes:
-        name: What the vendor calls it.
-        address: Where NVML keeps it: made anew, it has its identity again but another place.
-        processes: Reads its processes.
-    """
+    """Reads a MIG instance; made anew, it has its identity again but another address."""
 
     def __init__(self, query: Query, parent: Any, handle: Any) -> None:
         self.name = str(query("nvmlDeviceGetName", handle) or "MIG instance")
