@@ -203,16 +203,25 @@ class StepAssembler:
                 return
             # Its own scattering has been told already, and belongs to it.
             scattering = step.take_scattering()
-            if not self._explicit and step.has_ended(
-                optimizer_known=self._optimizer_known,
-                max_forwards=max(_MAX_FORWARDS, 2 * self._most_forwards),
-            ):
+            if self._has_ended(step):
                 step = self._step = self._close(step)
             for span in scattering:
                 step.add_span(span)
             step.add_forward(sizes, trains)
             self._forwards += trains
         self._deliver(self._every)
+
+    def _has_ended(self, step: _Step) -> bool:
+        return not self._explicit and step.has_ended(
+            optimizer_known=self._optimizer_known,
+            max_forwards=max(_MAX_FORWARDS, 2 * self._most_forwards),
+        )
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a forward that begins now would begin a step, as far as that is known."""
+        step = self._step
+        return step is not None and (not step.spans or self._has_ended(step))
 
     def _on_devices(self, kept: Sequence[int | None]) -> None:
         self._tell_all()

@@ -258,6 +258,8 @@ class StepMonitor:
         memory = [memory_of(device) for device in timeline.devices]
         # In this order: what has begun by now has begun before.
         phases, now = list(timeline.now), time.perf_counter_ns()
+        if all(phase == "idle" for phase, _ in phases) and self._assembler.is_between_steps:
+            phases = [("input", since) for _, since in phases]
         return RunState(
             job=name_of_job(),
             rank=rank_of_process(),

@@ -100,7 +100,7 @@ class Span:
         self.end_events = timeline.events(self.replicas)
         self.end = time.perf_counter_ns()
         for replica, before in zip(self.replicas, self._before, strict=True):
-            timeline.now[replica] = before
+            timeline.now[replica] = before if before[0] != "idle" else ("idle", self.end)
         for listener in timeline.listeners:
             if listener.on_span is not None:
                 listener.on_span(self)

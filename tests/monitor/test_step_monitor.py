@@ -562,6 +562,24 @@ def test_other_optimizers_are_no_business_of_this_model() -> None:
     assert [segment.phase for segment in spans].count("optimizer") == 2
 
 
+def test_what_comes_before_the_next_batch_is_input_since_the_optimizer_is_done() -> None:
+    model, optimizer = make()
+    with StepMonitor(model, publish=False) as monitor:
+        train(model, optimizer)
+        for _ in range(20):
+            loss = model(X).sum()
+        computing = monitor.state().now
+        loss.backward()
+        before = time.perf_counter()
+        optimizer.step()
+        between, waited = monitor.state().now, time.perf_counter() - before
+    assert [phase for phase, _ in between] == ["input", "input"]
+    # Not since the forward.
+    assert all(0 < since < waited for _, since in between)
+    assert [phase for phase, _ in computing] == ["idle", "idle"]
+    assert [phase for phase, _ in monitor.state().now] == ["idle", "idle"]
+
+
 @pytest.mark.parametrize(
     ("make_optimizer", "option"),
     [
