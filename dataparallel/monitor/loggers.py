@@ -19,15 +19,8 @@ _PREFIX = "dataparallel/"
 class MetricsLogger:
     """Passes metrics of steps on to a writer, each step once.
 
-    Args:
-        target: A ``SummaryWriter``, which has ``add_scalar``; a run of wandb, which has ``log``; or
-            a logger of Lightning, which has ``log_metrics``.
-        every: Steps between two times, at least 1.
-
-    Attributes:
-        last_step: Number of the last step that was logged.
-        next_step: The steps up to this one are logged next.
-        seconds: Processor seconds that logging has taken.
+    The target is a ``SummaryWriter``, which has ``add_scalar``; a run of wandb, which has ``log``;
+    or a logger of Lightning, which has ``log_metrics``.
     """
 
     def __init__(self, target: object, every: int) -> None:
@@ -35,7 +28,9 @@ class MetricsLogger:
             raise ValueError(f"log_every is a number of steps, at least 1, but got {every}")
         self._write = _writer(target)
         self._every = every
+        #: The last step that was logged, and the one up to which steps are logged next.
         self.last_step, self.next_step = 0, every
+        #: Processor seconds that logging has taken.
         self.seconds = 0.0
 
     def log(

@@ -194,18 +194,6 @@ def test_what_lately_is(
     assert run.seconds == pytest.approx(seconds)
 
 
-def test_since_when_something_holds() -> None:
-    history, held = History(), []
-    for at, run in ((3.0, make_run(1)), (5.0, None), (9.0, None), (1.0, None), (2.0, None)):
-        history.add(sample(at, run=run))
-        held.append(history.held("hot", True))
-        if at == 9.0:
-            assert history.runs[0].gone_for == 6.0
-    # A recording that is played again begins anew.
-    assert held == [0.0, 2.0, 6.0, 0.0, 1.0]
-    assert history.held("hot", False) == 0.0
-
-
 # --- what is shown -------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--interval",
-        type=_seconds,
+        type=float,
         default=1.0,
         metavar="SECONDS",
         help="seconds between samples (default: 1)",
@@ -271,27 +271,14 @@ def _add_plot(commands: Subparsers) -> None:
     parser.add_argument("--dark", action="store_true", help="draw on dark ground (default: off)")
 
 
-def _seconds(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 86400:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds above 0 and of at most a day"
-        )
-    return value
-
-
 def _speed(text: str) -> float:
-    value = math.inf if text == "max" else _number(text)
+    try:
+        value = math.inf if text == "max" else float(text)
+    except ValueError:
+        value = math.nan
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 0 nor max")
     return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _max_size(text: str) -> int:

@@ -27,12 +27,7 @@ class RunHistory:
         gone_for: Seconds since the run was seen last; None while it is there.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        elapsed: float,
-        slowed: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, state: RunState, elapsed: float, slowed: Mapping[str, str]) -> None:
         # With the samples' own clock: that of the host may be set while a run is watched.
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
@@ -46,14 +41,12 @@ class RunHistory:
         """The newest state; it stays when the run is gone."""
         return self._states[-1][1]
 
-    def add(
-        self, state: RunState | None, elapsed: float, slowed: Mapping[str, str] | None = None
-    ) -> None:
+    def add(self, state: RunState | None, elapsed: float, slowed: Mapping[str, str]) -> None:
         """Take the state of the next sample, None if the run is gone.
 
         ``slowed`` tells, by the name of a device, why it is slowed down.
         """
-        self._slowed = slowed or {}
+        self._slowed = slowed
         self._summary = None
         if state is None:
             self.gone_for = elapsed - self._seen

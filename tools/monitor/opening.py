@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from dataparallel import virtual
-from dataparallel.monitor.attach import runs
+from dataparallel.monitor.attach import Answers, runs
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
 from dataparallel.monitor.readings.nvml import NvmlSource
@@ -41,30 +41,31 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
 def _open(arguments: argparse.Namespace) -> Sampler:
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
-    watch = None if arguments.attach is None else watch_runs(arguments.attach)
+    is_attached = arguments.attach is not None
+    watch = watch_runs(arguments.attach) if is_attached else RunWatch(lambda: Answers((), ()))
     busy = BusyShare()
     sources: list[Source] = []
     hints: list[str] = []
     if arguments.source in ("auto", "nvml"):
         nvml = _open_nvml(required=arguments.source == "nvml")
-        if watch is not None:
-            watch.listen(nvml.attach)
+        watch.listen(nvml.attach)
         sources.append(nvml)
         if not nvml.available():
             hints.append("without NVIDIA's devices, the CPU is shown")
     if arguments.source in ("auto", "cpu"):
-        sources.append(CpuSource(lambda: () if watch is None else watch.pids, busy=busy))
+        sources.append(CpuSource(lambda: watch.pids, busy=busy))
     if arguments.source in ("auto", "virtual"):
-        sources += _virtual_sources(watch, required=arguments.source == "virtual")
-    if watch is None:
+        required = arguments.source == "virtual"
+        sources += _virtual_sources(watch if is_attached else None, required=required)
+    if not is_attached:
         hints += _runs_to_watch()
     sampler = Sampler(
         sources,
         interval=arguments.interval,
-        host=HostReader(lambda: {} if watch is None else watch.names(), busy=busy).read,
-        runs=tuple if watch is None else watch,
-        notes=lambda: (*hints, *(() if watch is None else watch.notes())),
-        is_over=lambda: watch is not None and watch.is_over(),
+        host=HostReader(watch.names, busy=busy).read,
+        runs=watch,
+        notes=lambda: (*hints, *(watch.notes() if is_attached else ())),
+        is_over=watch.is_over,
     )
     sampler.warm_up()
     return sampler

@@ -37,16 +37,12 @@ _GAP = 3.0
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded.
+    """What was recorded, the oldest sample first."""
 
-    Attributes:
-        header: What is known of the recorder.
-        samples: The oldest first.
-        problems: What could not be read, in words, with the number of the line.
-    """
-
+    #: What is known of the recorder.
     header: Mapping[str, Any]
     samples: tuple[Sample, ...]
+    #: What could not be read, in words, with the number of the line.
     problems: tuple[str, ...] = ()
 
 
@@ -69,12 +65,7 @@ def check_different(recordings: Sequence[Recording]) -> None:
 
 
 class RecordingReader:
-    """Reads a recording sample by sample; arguments and errors are :func:`read_recording`'s.
-
-    Attributes:
-        header: What is known of the recorder.
-        problems: What could not be read so far.
-    """
+    """Reads a recording sample by sample, as :func:`read_recording`; problems are those so far."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         path = Path(path)

@@ -31,16 +31,9 @@ _PATTERN = "words, user:NAME or device:NAME; Enter keeps, Esc ends it"
 class TopApp(App[None]):
     """Shows samples as they come, until it is told to quit.
 
-    Args:
-        view: What is shown.
-        arrived: Samples that wait to be shown; another thread adds them.
-        has_ended: Tells whether no more samples come; it raises what went wrong.
-        received: Signals that have come; the first one ends it.
-        is_live: Whether the processes run on this machine now; else nothing is asked of them.
-        read_only: Whether no process can be ended.
-
-    Attributes:
-        failure: What ``has_ended`` has raised.
+    Another thread adds the samples that have ``arrived``, and the first signal that is ``received``
+    ends it. ``has_ended`` tells whether no more samples come; what it raises is the ``failure``.
+    Processes that are not ``is_live``, on this machine now, are not asked anything.
     """
 
     TITLE = "dataparallel monitor top"

@@ -75,24 +75,18 @@ class Instance:
 
 
 class Slot:
-    """The place of a device.
-
-    Attributes:
-        index: Its number in NVML when it was first seen.
-        uuid: Its identity; None if it never answered.
-        name: What the vendor calls it.
-        device: Reads it; None while it does not answer.
-        error: Why it does not answer.
-        has_mig: Whether it is divided into instances.
-        instances: Those, by identity.
-    """
+    """The place of a device."""
 
     def __init__(self, index: int) -> None:
+        #: Its number in NVML when it was first seen.
         self.index = index
+        #: None if it never answered.
         self.uuid: str | None = None
         self.name = "a device that does not answer"
+        #: Reads it; None while it does not answer, and why.
         self.device: WholeDevice | None = None
         self.error: str | None = None
+        #: Whether it is divided into instances; and those, by identity.
         self.has_mig = False
         self.instances: dict[str, Instance] = {}
 

@@ -48,14 +48,10 @@ class BusyShare:
 
 @dataclass(frozen=True)
 class Processors:
-    """The processors that can be used.
-
-    Attributes:
-        count: How many; a quota may be a part of one.
-        times: Tells the seconds so far that they have been busy, and that there were.
-    """
+    """The processors that can be used; a quota may be a part of one."""
 
     count: float
+    #: Tells the seconds so far that they have been busy, and that there were.
     times: Callable[[], tuple[float, float]]
 
 

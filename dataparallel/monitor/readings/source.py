@@ -11,14 +11,7 @@ from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 
 @dataclass(frozen=True)
 class SourceReading:
-    """What one source has read at one moment.
-
-    Attributes:
-        devices: One reading per device of the source.
-        processes: The processes on them.
-        notes: What a user should know, in words.
-        versions: Of what drives the devices, by name.
-    """
+    """What one source has read at one moment; a :class:`Sample` says more of each part."""
 
     devices: tuple[DeviceReading, ...] = ()
     processes: tuple[ProcessReading, ...] = ()

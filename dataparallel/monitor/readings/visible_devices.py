@@ -21,16 +21,13 @@ _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells a device from others.
+    """What tells a device from others."""
 
-    Attributes:
-        key: Its UUID, or another name where that cannot be read.
-        name: Its kind.
-        instances: The UUIDs of its MIG instances.
-    """
-
+    #: Its UUID, or another name where that cannot be read.
     key: str
+    #: Its kind.
     name: str
+    #: The UUIDs of its MIG instances.
     instances: tuple[str, ...] = ()
 
 
