@@ -73,7 +73,7 @@ CHANGES: dict[str, tuple[list[Seconds], dict[str, float], str]] = {
     "uneven": ([BUSY, SLOW], {"uneven split": 0.25}, "gets 16 of 24 samples"),
     # It has its smaller chunk already.
     "balanced": ([BUSY, BUSY], {"nothing": 0.0}, "Nothing stands out"),
-    "even": ([BUSY, {"forward": 0.4, "backward": 0.61}], {"nothing": 0.0}, "100 % of each"),
+    "even": ([BUSY, {"forward": 0.45, "backward": 0.65}], {"nothing": 0.0}, "95 % of each"),
     # Waiting for it is no overhead.
     "late": ([BUSY, {"forward": 4.0}], {"slow replica": 0.75}, "balance(model)"),
     # The others idle for 1.5 s: 0.5 s for the loss, 1 s for the optimizer.
@@ -233,12 +233,6 @@ def test_stragglers(
     (change,) = summary.findings
     assert (change.kind == "moving straggler") == moves
     assert ("balance" in change.text) == (not moves)
-
-
-def test_no_straggler() -> None:
-    alike: list[Seconds] = [{"forward": 0.45, "backward": 0.65}, BUSY]
-    for small in alike:
-        assert sum_up(make_steps(4, [BUSY, small])).straggler is None
 
 
 # --- which steps count -----------------------------------------------------------------------
