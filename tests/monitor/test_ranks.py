@@ -171,6 +171,22 @@ def test_a_job_is_shown_as_one_and_what_its_ranks_share_is_told_once() -> None:
     assert len([line for line in lines if line.startswith("── replicas")]) == 2
 
 
+def test_modules_of_one_rank_are_given_the_same_samples() -> None:
+    runs = [rank(0, BUSY), rank(0, BUSY, number=1), rank(1, BUSY)]
+    store, samples = SampleStore(), []
+    for i in range(3):
+        for run in runs:
+            run.steps(1, [BUSY])
+        states = tuple(run.state(BEGIN + i) for run in runs)
+        samples.append(dataclasses.replace(sample(float(i)), runs=states))
+        store.add(samples[-1])
+    # Each of two ranks has 8 in a second.
+    (job,) = make_report(recording(samples)).jobs
+    assert job.samples_per_second == pytest.approx(16.0)
+    point = json.loads(store.after(0.0))["points"][-1]
+    assert point["jobs"] == {"node0:29500": [16.0, 1.0]}
+
+
 @pytest.mark.parametrize(
     ("second", "left"),
     [
