@@ -91,7 +91,8 @@ def _about(runs: Sequence[RunHistory]) -> Text:
         told.append(f"rank{'s' * (len(runs) > 1)} {ranks} of {info.world_size}")
     told.append(f"{units.count_text(info.num_parameters)} parameters")
     if info.num_buckets:
-        told.append(f"{info.num_buckets} buckets up to {units.bytes_text(info.bucket_bytes)}")
+        buckets = "1 bucket of" if info.num_buckets == 1 else f"{info.num_buckets} buckets up to"
+        told.append(f"{buckets} {units.bytes_text(info.bucket_bytes)}")
     told.append(f"watched for {units.seconds_text(max(0.0, state.time - state.started))}")
     return Text(" · ".join(told))
 
