@@ -28,7 +28,7 @@ from dataparallel.distributed_autograd import (
     rpc_sync,
 )
 
-MODULES, VOCABULARY, WIDTH, WORDS, STEPS = 12, 2000, 64, 16, 80
+MODULES, VOCABULARY, WIDTH, WORDS, STEPS = 12, 2000, 64, 16, 120
 # The gradients of a sparse table have entries for the words of a batch alone.
 table = nn.EmbeddingBag(VOCABULARY, WIDTH, mode="mean", sparse=True)
 

@@ -23,5 +23,6 @@ def test_trainers_and_the_table_learn_together(tmp_path: pathlib.Path) -> None:
     printed = launched(_SCRIPT, 3, tmp_path, virtual=False)
     # One trainer speaks for both.
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
-    assert len(losses) == 4
-    assert losses[-1] < 0.6 * losses[0]
+    assert len(losses) == 6
+    # About 0.3; 0.68 where the table learns nothing.
+    assert losses[-1] < 0.5 * losses[0]

@@ -60,11 +60,12 @@ _events: list[str] = []
 
 @functools.cache
 def _listen() -> None:
-    """For ever: a hook cannot be removed."""
+    """For ever: a hook cannot be removed, and outlives what this module holds."""
+    loud, events = _LOUD, _events
 
     def hear(event: str, args: tuple[object, ...]) -> None:
-        if event in _LOUD:
-            _events.append(f"{event}{args!r}"[:200])
+        if event in loud:
+            events.append(f"{event}{args!r}"[:200])
 
     sys.addaudithook(hear)
 
