@@ -642,9 +642,13 @@ def kernels_beside_others() -> Iterator[None]:
 
     Its own hold the interpreter's lock from begin to end, so those of replicas would run one after
     another. Where integers are divided it stays so: a divisor of zero is reported by way of one
-    variable for all threads.
+    variable for all threads. A torch that makes them in another way is left as it is.
     """
-    cache: Any = importlib.import_module("torch._inductor.codecache").CppPythonBindingsCodeCache
+    codes: Any = importlib.import_module("torch._inductor.codecache")
+    cache: Any = getattr(codes, "CppPythonBindingsCodeCache", None)
+    if not {"call_entry_function", "load_pybinding_async"} <= vars(cache or object).keys():
+        yield
+        return
     held, load = cache.call_entry_function, vars(cache)["load_pybinding_async"]
     released = (
         "{{ std::tuple given{{{}}}; struct Others {{ PyThreadState* state = PyEval_SaveThread(); "

@@ -53,7 +53,7 @@ _numbers = itertools.count()
 
 def runs() -> list[int]:
     """The processes of this user whose runs can be watched, in ascending order."""
-    return sorted({pid for pid, _, path in _sockets() if not _remove_if_stale(path)})
+    return sorted({pid for pid, _, path in _sockets() if _is_there(path)})
 
 
 class Answers(NamedTuple):
@@ -76,16 +76,11 @@ def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
         for owner, _, path in _sockets():
             if pid is None or pid == owner:
                 connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-                connection.setblocking(False)
                 try:
-                    connection.connect(str(path))
+                    if _connect(connection, path):
+                        selector.register(connection, selectors.EVENT_READ, (owner, bytearray()))
                 except BlockingIOError:
-                    # Nobody accepts, and the queue is full.
                     silent.append(owner)
-                except (ConnectionRefusedError, FileNotFoundError):
-                    path.unlink(missing_ok=True)
-                else:
-                    selector.register(connection, selectors.EVENT_READ, (owner, bytearray()))
         deadline = time.monotonic() + timeout
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
@@ -253,13 +248,23 @@ def _sockets() -> list[tuple[int, int, Path]]:
     return sorted(found)
 
 
-def _remove_if_stale(path: Path) -> bool:
-    # A run that is busy is there.
+def _is_there(path: Path) -> bool:
+    """Whether a run listens, also one that is busy."""
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(BlockingIOError):
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return True
-    return False
+        return _connect(probe, path)
+    return True
+
+
+def _connect(connection: socket.socket, path: Path) -> bool:
+    """Connect without waiting; False if the process is dead, and then its socket is removed.
+
+    Raises:
+        BlockingIOError: Nobody accepts, and the queue is full.
+    """
+    connection.setblocking(False)
+    try:
+        connection.connect(str(path))
+    except (ConnectionRefusedError, FileNotFoundError):
+        path.unlink(missing_ok=True)
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -84,15 +85,14 @@ class RunWatch:
 
 def _life(pid: int, *, with_launcher: bool) -> psutil.Process | None:
     """The process, or the launcher that starts it again; None if it cannot be seen from here."""
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        if with_launcher and "TORCHELASTIC_RUN_ID" in process.environ():
-            return process.parent() or process
-    except psutil.NoSuchProcess:
-        return None
-    except psutil.Error:
-        pass
-    return process
+        # The environment of somebody else's process is not told.
+        with contextlib.suppress(psutil.AccessDenied):
+            if with_launcher and "TORCHELASTIC_RUN_ID" in process.environ():
+                return process.parent() or process
+        return process
+    return None
 
 
 def _is_alive(process: psutil.Process) -> bool:

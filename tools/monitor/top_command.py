@@ -92,10 +92,8 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
     received: list[int] = []
     # Ctrl-C from elsewhere, a polite kill, and the terminal's window that is closed. What is
     # ignored stays so: nohup wants it.
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [
-        n for n in map(signal.Signals.__getitem__, names) if signal.getsignal(n) != signal.SIG_IGN
-    ]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [one for one in signals if signal.getsignal(one) != signal.SIG_IGN]
     with (
         handled(numbers, lambda number, frame: received.append(number)),
         # A reading that hangs must not keep anybody from leaving.

@@ -45,8 +45,7 @@ def may_end(pid: int, *, started: float | None) -> psutil.Process:
     try:
         process = _find(pid, started)
         user = process.username()
-        # Windows does not tell numbers of users, and refuses by itself.
-        mine = not hasattr(os, "geteuid") or os.geteuid() in (0, process.uids().real)
+        mine = os.geteuid() in (0, process.uids().real)
     except psutil.AccessDenied:
         user, mine = "somebody else", False
     except psutil.NoSuchProcess:
