@@ -49,6 +49,25 @@ def test_what_it_shows_of_the_module(slots: list[str]) -> None:
 
 
 @WRAPPERS
+def test_a_property_that_fails_says_why(wrapper: Any) -> None:
+    """Torch says that the module has no such attribute."""
+
+    class Broken(nn.Linear):
+        middle = property(lambda self: self.in_features // 2)
+        hidden = property(lambda self: self.config.hidden)
+
+    class Wrapper(wrapper):  # type: ignore[misc]
+        own = property(lambda self: self.module.setting)
+
+    model = Wrapper(wrapper(Broken(4, 4), CPUS[:1]), CPUS[:1])
+    assert model.middle == 2
+    for name, missing in (("hidden", "config"), ("own", "setting")):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=f"'Broken' object has no attribute '{missing}'"):
+            getattr(model, name)
+
+
+@WRAPPERS
 def test_forward_has_the_signature_of_the_modules(wrapper: Any) -> None:
     model, x = wrapper(Net(), CPUS), torch.randn(4, 3)
     again = pickle.loads(pickle.dumps(model.forward))

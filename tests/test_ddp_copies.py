@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import dataparallel as dp
@@ -177,6 +177,53 @@ def test_copies_in_one_process_alone(cluster: Cluster) -> None:
     for each in (model, net):
         backward(each, 0)
     torch.testing.assert_close(grads(model), grads(net))
+
+
+# --- the first forward is in inference mode ----------------------------------------------------
+
+
+def _closed(model: Any) -> Any:
+    model.close()
+    return model
+
+
+def _with_another_layer(model: Any) -> Any:
+    model.module.layers[1] = nn.Linear(6, 6).to(model.module.layers[1].weight)
+    return model
+
+
+def _with_fewer_replicas(model: Any) -> Any:
+    model.drop_replica(1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        copy.deepcopy,
+        restored,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        *(_closed, _with_another_layer, _with_fewer_replicas),
+    ],
+    ids=["deepcopy", "torch.save", "pickle", "closed", "another layer", "fewer replicas"],
+)
+@pytest.mark.parametrize("devices", [_CPU, _VIRTUAL])
+def test_it_evaluates_in_inference_mode_and_trains_afterwards(
+    make: Callable[[Any], Any], devices: list[str]
+) -> None:
+    model = dp.DistributedDataParallel(make_net().to(devices[0]), devices)
+    backward(model, 0)
+    x = batch(devices[0], 5)
+    made = make(model)
+    bare = copy.deepcopy(made.module)
+    with torch.inference_mode():
+        torch.testing.assert_close(made(x), bare(x))
+        # What is copied here can only be evaluated, and only here.
+        torch.testing.assert_close(copy.deepcopy(made)(x), bare(x))
+    for each in (made, bare):
+        each.zero_grad()
+        backward(each, 0, 5)
+    torch.testing.assert_close(grads(made), grads(bare))
 
 
 def _in_groups(rank: int, world_size: int) -> None:

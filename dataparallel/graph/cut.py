@@ -217,7 +217,11 @@ class Cuts:
         # Leaves whose nodes need not be looked into at every forward: half of the time in a deep
         # module. On an accelerator they are made anew in the stream of each forward.
         self._ends = [
-            {_node_of(x) for x in row if x.requires_grad and not is_accelerator(x.device)}
+            {
+                _node_of(x)
+                for x in row
+                if x.requires_grad and not (x.is_inference() or is_accelerator(x.device))
+            }
             for row in self.leaves
         ]
 

@@ -412,6 +412,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
             if name in self._SHOWN_OPTIONS:
                 return getattr(self.__dict__["options"], name)
             module = self.__dict__.get("_modules", {}).get("module")
+            for owner in (self, module):
+                # Torch says that there is no such attribute where a property has failed.
+                found = inspect.getattr_static(type(owner), name, None)
+                if isinstance(found, property):
+                    return found.__get__(owner)
             if module is None:
                 raise
             return getattr(module, name)

@@ -105,11 +105,16 @@ class Training:
                 from dataparallel.collectives.groups import HybridGroup
 
                 self._batch_group = HybridGroup(group, options.timeout)
-        leaves = self._make_leaves(model.device_ids)
-        self.reducer = Reducer(
-            self._trained, leaves, options, self.processes, timeline=model.timeline
-        )
-        self._make_replicas(model, leaves)
+        with self._as_made():
+            leaves = self._make_leaves(model.device_ids)
+            self.reducer = Reducer(
+                self._trained, leaves, options, self.processes, timeline=model.timeline
+            )
+            self._make_replicas(model, leaves)
+
+    def _as_made(self) -> AbstractContextManager[None]:
+        """The mode in which the parameters were made: leaves made in inference mode never train."""
+        return torch.inference_mode(any(map(torch.Tensor.is_inference, self._module.parameters())))
 
     def _make_leaves(self, devices: Sequence[torch.device]) -> list[list[nn.Parameter]]:
         """Make what the replicas compute with; returns what is trained of it."""
@@ -147,9 +152,10 @@ class Training:
     def use_devices(self, model: DataParallel[Any]) -> None:
         """Train on the wrapper's devices from now on; the other processes need not know."""
         self._cuts.retire()
-        leaves = self._make_leaves(model.device_ids)
-        self.reducer.use_leaves(leaves)
-        self._make_replicas(model, leaves)
+        with self._as_made():
+            leaves = self._make_leaves(model.device_ids)
+            self.reducer.use_leaves(leaves)
+            self._make_replicas(model, leaves)
 
     def fits(self, module: nn.Module) -> bool:
         """Whether leaves and reducer are right for a module and its parameters as they are now."""
