@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from dataparallel import DataParallel, DistributedDataParallel, Replicate, data_parallel
@@ -126,7 +127,6 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
     calls: list[Callable[[], Any]] = [
         lambda: grad_of(model)(x),
         lambda: torch.func.vmap(model)(x[None]),
-        lambda: torch.func.jvp(model, (x,), (x,)),
         lambda: grad_of(lambda x: model.loss(nn.MSELoss(), x, y))(x),
     ]
     for call in calls:
@@ -136,6 +136,63 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
     # What the guides advise works, and a single replica is the bare module.
     for allowed in (model.module, one):
         torch.testing.assert_close(grad_of(allowed)(x), grad_of(module)(x))
+
+
+# Forward mode scripts its formulas, and torch deprecates scripting.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.parametrize("where", ["input", "targets", "parameter", "attribute", "closure"])
+@pytest.mark.parametrize(
+    ("wrapper", "options", "count"),
+    [
+        (DataParallel, {}, 2),
+        (DistributedDataParallel, {}, 2),
+        (DistributedDataParallel, {"nonfinite": "raise"}, 1),
+        (DistributedDataParallel, {}, 1),
+    ],
+)
+def test_tangents_of_forward_mode_are_refused(
+    where: str, wrapper: Any, options: dict[str, Any], count: int
+) -> None:
+    """Only where the module itself runs, they stay."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(len(x))
+            return super().forward(x) * self.scale * held[0]
+
+    calls: list[int] = []
+    net, x, one = Scaled(3, 3), torch.randn(4, 3), torch.ones(())
+    held, net.scale = [one], one
+    model = wrapper(net, ["cpu"] * count, **options)
+    with forward_ad.dual_level():
+        # Tensors without tangents are no concern of it.
+        torch.testing.assert_close(model(x), net(x))
+        dual = forward_ad.make_dual(one, one)
+        if where == "closure":
+            held[0] = dual
+        if where == "attribute":
+            net.scale = dual
+        if where == "parameter":
+            weight = net.weight.detach()
+            del net.weight
+            net.weight = forward_ad.make_dual(weight, weight)  # type: ignore[assignment]
+        batch = forward_ad.make_dual(x, x) if where in ("input", "targets") else x
+
+        def call() -> Tensor:
+            if where == "targets":
+                return model.loss(nn.MSELoss(), x, batch)
+            output: Tensor = model(batch)
+            return output
+
+        calls.clear()
+        if count == 1 and not options:
+            assert forward_ad.unpack_dual(call()).tangent is not None
+            return
+        # Of a tensor from outside nobody knows before.
+        match = "jvp" if where == "closure" and wrapper is DataParallel else r"a tangent .*\.module"
+        with pytest.raises(NotImplementedError, match=match):
+            call()
+        assert not calls or where == "closure"
 
 
 def test_a_replica_may_write_into_its_chunk(slots: list[str]) -> None:

@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from dataparallel import torch_internals
 from dataparallel.comm.bucket_plan import fill
@@ -60,6 +60,17 @@ def refuse_batched(grads: Iterable[Any]) -> None:
                 "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) do not "
                 "go through several replicas; compute one after the other (vectorize=False), or "
                 "use the bare module (.module of the wrapper)"
+            )
+
+
+def refuse_tangents(values: Iterable[Any]) -> None:
+    """Raise for tensors with a tangent, which copies and nodes of ours do not have."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"a tensor of shape {tuple(value.shape)} has a tangent of forward mode "
+                "(torch.autograd.forward_ad, torch.func.jvp), which does not go through the "
+                "replicas of the wrapper; use the bare module (.module of the wrapper)"
             )
 
 

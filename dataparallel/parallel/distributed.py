@@ -32,6 +32,7 @@ from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, repor
 from dataparallel.devices import DeviceLike, is_accelerator
 from dataparallel.errors import chosen
 from dataparallel.graph.cut import Cuts, ReplicaInputs
+from dataparallel.graph.functions import refuse_tangents
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
@@ -197,6 +198,9 @@ class Training:
     ) -> list[Any]:
         """The outputs with the cut behind them."""
         rows, structures = zip(*map(flatten, outputs), strict=True)
+        if torch_internals.forward_mode_level() >= 0:
+            # They come from tensors that the module has from outside.
+            refuse_tangents([value for row in rows for value in row])
         connected = self._cuts.connect(inputs, rows, weight=weight, synchronize=synchronize)
         return [s.rebuild(row) for s, row in zip(structures, connected, strict=True)]
 

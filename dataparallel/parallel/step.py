@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from dataparallel import kernels
+from dataparallel import kernels, torch_internals
 from dataparallel.batch.gather import join_scalars
 from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
+from dataparallel.graph.functions import refuse_tangents
 from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
 from dataparallel.parallel.loss import TARGETS, Loss
-from dataparallel.replicas.clones import ModuleClones, check_placement
+from dataparallel.replicas.clones import ModuleClones, Parts, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread
@@ -205,11 +206,15 @@ def _run(
     runner, loss, training = model._runner, call.loss, call.training
     # Nobody is told of phases where nobody listens.
     timeline = model.timeline if model.timeline.listeners else None
+    direct = len(runner.devices) == 1 if training is None else training.direct
+    if not direct and torch_internals.forward_mode_level() >= 0:
+        module = model.module
+        held = *module.parameters(), *module.buffers(), *Parts(module).loose_tensors()
+        refuse_tangents((*flatten((inputs, kwargs))[0], *held))
     with _span(timeline, "scatter"), runner.quiet():
         chunks = model._split(inputs, kwargs)
     if is_first and timeline is not None:
         timeline.call(chunks.sizes)
-    direct = len(runner.devices) == 1 if training is None else training.direct
     if direct and training is None:
         check_placement(model.module, runner.devices[0])
     if direct and loss is None:
