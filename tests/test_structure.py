@@ -36,6 +36,7 @@ MAY_ASSIGN = {
     "__kwdefaults__": "functions",
     "complete": "options of argparse, where shtab looks for it",
     "metricId": "NVML's records",
+    "_n_gpu": "the arguments of Hugging Face's Trainer, which assigns it, too",
 }
 #: Those of torch's that anybody assigns; the others' names stand in torch_internals.py.
 MAY_ASSIGN_OF_TORCH = {*dir(torch.Tensor), *dir(torch.nn.Module()), "param_groups", "state"}

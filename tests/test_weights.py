@@ -88,7 +88,9 @@ def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
     x = torch.arange(8.0)
     for divides in ("mean", lambda x, **others: len(x)):
         model = wrapper(Divides(), ["cpu", "cpu"], scalars=divides)
-        with pytest.raises(ValueError, match=r"given num_items_in_batch.* such losses .* add up"):
+        with pytest.raises(
+            ValueError, match=r"given num_items_in_batch.* not known here.* scalars='sum'"
+        ):
             model(x, num_items_in_batch=8)
         torch.testing.assert_close(model(x), x.mean())
     for scalars in ("sum", lambda x, num_items_in_batch: None):

@@ -39,7 +39,7 @@ ScalarsOption: TypeAlias = Scalars | Callable[..., float | Tensor | None]
 
 _CPU = torch.device("cpu")
 _KEEP_APART = 'to get one output per replica, use output_device="each"'
-# By this name models of Hugging Face are given what they divide the sum of their losses by.
+# By this name models of Hugging Face are given what some divide the sum of their losses by.
 _DIVISOR = "num_items_in_batch"
 
 
@@ -242,15 +242,16 @@ def join_scalars(
 
 
 def _refuse_mean(scalars: ScalarsOption) -> None:
-    """Refuse a mean of losses that a model has divided by what the caller gave it."""
+    """Refuse a mean of losses that a model may have divided by what the caller gave it."""
     told = callable(scalars) and _DIVISOR in inspect.signature(scalars).parameters
     if scalars in ("stack", "sum") or told:
         return
     raise ValueError(
-        f"the forward was given {_DIVISOR}, and models of Hugging Face divide the sum of their "
-        "losses by that: such losses of the chunks add up, and gradients of their mean are too "
-        f"small. Pass scalars='sum', or a function with an argument {_DIVISOR}=None that returns "
-        "None for losses that add up, and else the chunk's number of labels"
+        f"the forward was given {_DIVISOR}, and whether the model divides its loss by that is not "
+        "known here. If it does, as GPT-2 and Llama do, such losses of the chunks add up: pass "
+        "scalars='sum'. If it takes a mean nevertheless, as BERT does for classification, pass a "
+        f"function with an argument {_DIVISOR}=None that returns what the chunk counts, such as "
+        "its number of labels. dataparallel.extras.hugging_face.Trainer finds out by comparing"
     )
 
 
