@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -28,7 +29,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from dataparallel import DistributedDataParallel
+from dataparallel.comm.failures import CollectiveError
 from dataparallel.comm_hooks import allreduce_hook
+from dataparallel.reducer.comm_hooks import GradBucket
 from tests.cluster import Cluster
 from tests.process_groups import completed, keep_group
 
@@ -226,7 +229,17 @@ class OwnError(Exception):
     pass
 
 
-def one_argument(bucket: Any) -> None: ...
+def one_argument(bucket: Any): ...  # type: ignore[no-untyped-def]
+
+
+def annotated(bucket: Any, result: Any) -> Hook:
+    """A hook that is annotated so."""
+
+    def hook(state: object, bucket: Any) -> Any:
+        return completed(bucket.buffer())
+
+    hook.__annotations__ = {"bucket": bucket, "return": result}
+    return hook
 
 
 def raises(state: object, bucket: Any) -> Future[Tensor]:
@@ -255,7 +268,9 @@ REFUSED: list[tuple[object, dict[str, Any], type[Exception], str]] = [
     (raises, {}, OwnError, f"no.*{IN}"),
     (divides, {}, RuntimeError, f"ZeroDivisionError.*{IN}"),
     (lambda state, bucket: Future(), ONCE, TimeoutError, rf"hook \S+ over 1 processes did .*{IN}"),
-    (lambda state, bucket: None, {}, AttributeError, f"no attribute 'add_done_callback'.*{IN}"),
+    (lambda state, bucket: 3, {}, TypeError, f"must return a torch.futures.Future .* 3.*{IN}"),
+    (annotated(int, Future[Tensor]), {}, ValueError, "bucket annotation should be dist.GradBucket"),
+    (annotated(Any, int), {}, ValueError, r"return annotation should be torch.futures.Future\["),
     (sets_every_second, {}, ValueError, r"of stride \(2,\); pass a contiguous .* \(38,\)"),
     (returning(lambda t: t[:5]), {}, ValueError, rf"{HAS}.*real numbers of shape \(5,\) on cpu"),
     (returning(Tensor.int), {}, ValueError, f"{HAS}.*whole numbers"),
@@ -285,6 +300,12 @@ def test_a_second_hook_and_one_without_processes_are_refused() -> None:
 
 
 # --- several buckets -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [dist.GradBucket, GradBucket, "dist.GradBucket", "NotThere", Any])
+@pytest.mark.parametrize("result", [Future, Future[Tensor], "Future[Tensor]", Any])
+def test_annotations_of_a_hook(of: Any, result: Any) -> None:
+    check(reduced(annotated(of, result)))
 
 
 def marked(hook: Hook) -> Hook:
@@ -441,6 +462,47 @@ def test_training_is_that_of_torch(cluster: Cluster, name: str) -> None:
     cluster.run(_compare, 2, name)
 
 
+def halves(state: object, bucket: Any) -> Future[Tensor]:
+    bucket.buffer().mul_(0.5)
+    return allreduce_hook(ALL, bucket)
+
+
+def _sparse(rank: int, world_size: int, replicas: int, average: Any, kind: str) -> None:
+    """Sparse gradients, and dense ones behind them, against torch's wrapper."""
+    keep_group()
+    weight = (3 - rank) * world_size / 5 if average == "samples" else 1.0
+
+    def hook(state: object, bucket: Any) -> Future[Tensor]:
+        assert bucket.is_last() or bucket.index() < 2
+        return halves(state, bucket) if kind == "own" else allreduce_hook(ALL, bucket)
+
+    grads = []
+    for wrapped in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.EmbeddingBag(6, 3, sparse=True), nn.Linear(3, 2))
+        model: Any = TorchsDDP(net)
+        if wrapped:
+            model = DistributedDataParallel(net, ["cpu"] * replicas, average=average)
+        # Torch refuses the annotation.
+        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+        for _ in range(2):
+            net.zero_grad()
+            x = torch.tensor([[0, rank + 1], [4, 4], [rank, 2]])[: 3 - rank]
+            (model(x).pow(2).mean() * (1.0 if wrapped else weight)).backward()
+        grads.append([p.grad.to_dense() for p in net.parameters() if p.grad is not None])
+        assert next(net.parameters()).grad.is_sparse  # type: ignore[union-attr]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("average", ["processes", "samples"])
+@pytest.mark.parametrize("kind", ["allreduce", "own"])
+def test_sparse_gradients_go_through_a_hook(
+    cluster: Cluster, replicas: int, average: str, kind: str
+) -> None:
+    cluster.run(_sparse, 2, replicas, average, kind)
+
+
 # --- over processes: hooks that fail ---------------------------------------------------------
 
 
@@ -541,6 +603,10 @@ def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> li
         found.append(f"{type(caught.value).__name__}: {caught.value}")
         assert time.monotonic() - began < 5.0
     model.close()
+    # The links of others are groups of their own.
+    other = DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu"], timeout=30.0)
+    other(torch.tensor([[rank + 1.0]])).sum().backward()
+    assert other.module.weight.grad.item() == 1.5
     return found
 
 
@@ -549,8 +615,62 @@ def test_a_hook_that_sends_no_zeros_either(cluster: Cluster, kind: type[BaseExce
     """Rank 0 has begun a collective, and rank 1 has none for it: nothing may be matched with it."""
     first, second = cluster.run(_fails_for_good, 2, kind, timeout=120)
     for text in (*first[1:], *second[1:]):
-        assert text.startswith("CollectiveError: ")
-        assert "s: rank 1 (" in text and "collectives of a communication hook that no" in text
-        assert "; start all processes again" in text
+        assert text.startswith("CollectiveError: the communication hooks have not run equally ofte")
+        assert "(rank 0: 1; rank 1: 0)" in text and "; start all processes again" in text
     assert "CollectiveError" in first[0] and "rank 1" in first[0]
     assert f"{kind.__name__}: no" in first[0] and f"{kind.__name__}: no" in second[0]
+
+
+def _all_fail(rank: int, world_size: int) -> None:
+    """A hook that raises in all ranks, in one step, and has sent nothing."""
+    keep_group()
+
+    def hook(state: None, bucket: Any) -> Future[Tensor]:
+        if step == 1:
+            raise OwnError("no")
+        return allreduce_hook(ALL, bucket)
+
+    models = [DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu"], timeout=20.0)]
+    models[0].register_comm_hook(None, hook)
+    for step in range(3):
+        if step == 2:
+            models.append(DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu"]))
+        for model in models:
+            model.zero_grad()
+            loss = model(torch.tensor([[(rank + 1) * 10.0**step]])).sum()
+            with pytest.raises(OwnError, match="no") if step == 1 else contextlib.nullcontext():
+                loss.backward()
+            assert step == 1 or model.module.weight.grad.item() == 1.5 * 10.0**step
+
+
+def test_a_hook_that_raises_in_all_ranks_ends_nothing(cluster: Cluster) -> None:
+    cluster.run(_all_fail, 2)
+
+
+def _raises_before_it_goes_on(rank: int, world_size: int) -> None:
+    """Rank 1 has gone, with all its connections, before rank 0 looks who has failed."""
+    keep_group()
+    gone = Future[Tensor]()
+
+    def hook(state: None, bucket: Any) -> Future[Tensor]:
+        if rank == 1:
+            raise OwnError("no")
+        # As gloo's future, when the connection is closed.
+        gone.set_exception(RuntimeError("Connection closed by peer"))
+        return gone
+
+    model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"], timeout=20.0)
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 1))
+    loss = model(torch.ones(1, 1)).sum()
+    if rank == 1:
+        with pytest.raises(OwnError, match="no"):
+            loss.backward()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(CollectiveError, match=r"given up .*: rank 1 .*OwnError: no"):
+            loss.backward()
+
+
+def test_the_rank_whose_hook_raised_is_named(cluster: Cluster) -> None:
+    cluster.run(_raises_before_it_goes_on, 2)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import init_device_mesh
 
 import dataparallel as dp
 from dataparallel.reducer.statistics import Statistics
@@ -76,9 +78,32 @@ def _static(rank: int, world_size: int) -> None:
     step(late)
     with pytest.raises(RuntimeError, match="must come before the first backward, but there were 1"):
         late._set_static_graph()
+    data = late._get_ddp_logging_data()
+    assert data["has_error"] == 1 and "must come before the first backward" in data["error"]
 
 
-@pytest.mark.parametrize("what", [_attributes, _static])
+def _hooks(rank: int, world_size: int) -> None:
+    for kind in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
+        models = [wrap(make_net(), replicas) for replicas in (0, 1)]
+        for model in models:
+            assert "comm_hook" not in model._get_ddp_logging_data()
+            model._register_builtin_comm_hook(kind)
+            with pytest.raises((RuntimeError, TypeError), match=r"only be called once|callable|3"):
+                model.register_comm_hook(None, 3)
+        theirs, ours = (model._get_ddp_logging_data() for model in models)
+        assert ours["comm_hook"] == theirs["comm_hook"] == str(kind)
+        assert ours["has_error"] == theirs["has_error"] == 1
+
+
+def _mesh(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    theirs, ours = (wrap(make_net(), replicas, device_mesh=mesh) for replicas in (0, 1))
+    assert ours.device_mesh is theirs.device_mesh is mesh
+    assert ours.process_group is theirs.process_group
+    assert copy.deepcopy(ours).device_mesh is None
+
+
+@pytest.mark.parametrize("what", [_attributes, _static, _hooks, _mesh])
 def test_they_have_the_values_of_torch(cluster: Cluster, what: Any) -> None:
     cluster.run(what, 2)
 
@@ -112,7 +137,6 @@ _DIFFERENT = {
     "bucket_cap_bytes",
     "initial_bucket_size_limits",
     "gloo_num_threads",
-    "dtypes",
     *("master_addr", "master_port", "torch_distributed_debug", "cuda_visible_devices"),
     *("gloo_device_transport", "gloo_socket_ifname"),
 }
@@ -151,7 +175,7 @@ def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
             }
             assert all(mine.get(name, -1) >= 0 for name in timed)
         last = ours[-1]
-        assert last["num_buckets_reduced"] == 1 and last["dtypes"] == "float64"
+        assert last["num_buckets_reduced"] == 1 and last["dtypes"] == "double"
         assert min(last["forward_compute_time"], last["backward_compute_time"]) > 0
         assert 0 <= last["backward_compute_comm_overlap_time"] <= last["backward_comm_time"]
         order = ("forward_compute_time", "backward_compute_time", "backward_comm_time")

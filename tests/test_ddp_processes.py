@@ -264,6 +264,42 @@ def test_hooks_run_once_with_everything(
     cluster.run(_hooked, world_size, replicas, options)
 
 
+def _between_forward_and_backward(
+    rank: int, world_size: int, replicas: int, options: dict[str, Any]
+) -> None:
+    """A layer is frozen there, and a hook that runs after accumulation returns something."""
+    net = make_net()
+    models = [net, wrap(make_net(), replicas, **options)]
+    for frozen, answer in ((True, None), (False, net), (False, 3)):
+        for model in models:
+            model.zero_grad()
+            layers = model.layers if model is net else model.module.layers
+            loss = model(batch()).pow(2).sum()
+            layers[0].requires_grad_(not frozen)
+            hook = layers[1].weight.register_post_accumulate_grad_hook(lambda _, a=answer: a)
+            refused = pytest.raises((RuntimeError, TypeError), match="hook")
+            with contextlib.nullcontext() if frozen else refused:
+                loss.backward()
+            hook.remove()
+            assert layers[0].weight.grad is None or not frozen
+            assert layers[1].weight.grad is not None
+            layers[0].requires_grad_(True)
+        if world_size > 1:
+            # The step was delivered, and was an error.
+            models[1].check_replicas()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "options"),
+    [(1, 1, {"nonfinite": "raise"}), (1, 2, {"nonfinite": "raise"}), (2, 1, {}), (2, 2, {})],
+    ids=str,
+)
+def test_what_happens_between_forward_and_backward(
+    cluster: Cluster, world_size: int, replicas: int, options: dict[str, Any]
+) -> None:
+    cluster.run(_between_forward_and_backward, world_size, replicas, options)
+
+
 # --- failures ------------------------------------------------------------------------------------
 
 

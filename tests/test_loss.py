@@ -190,6 +190,8 @@ if hasattr(nn, "LinearCrossEntropyLoss"):
     criterion = functools.partial(nn.LinearCrossEntropyLoss, 3, C, dtype=torch.float64)
     table_options = {**weighted, "ignore_index": 1}
     CASES["linear_cross_entropy"] = (criterion, table_options, of(logits, 3), of(labels))
+    CASES["linear_cross_entropy_weight"] = (criterion, weighted, of(logits, 3), of(labels))
+    CASES["linear_cross_entropy_all"] = (criterion, {}, of(logits, 3), of(labels))
 
 
 def made(name: str, reduction: str) -> Criterion:
@@ -385,6 +387,19 @@ def test_derivatives_over_devices(slots: list[str], samples: int) -> None:
     with torch.no_grad():
         assert not model.loss(known[0], x, y).requires_grad
     assert_same(model, known[0], x, (y,))
+
+
+def test_targets_whose_classes_weigh_nothing(slots: list[str]) -> None:
+    weight = torch.ones(CLASSES, dtype=torch.float64)
+    weight[0] = 0
+    model = DataParallel(network(slots[0]), slots)
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)
+    for smoothing in (0.0, 0.2):
+        criterion = nn.CrossEntropyLoss(weight, label_smoothing=smoothing).to(slots[0])
+        for target in (y, torch.full_like(y, -100)):
+            found = model.loss(criterion, x.to(slots[0]), target.to(slots[0]))
+            right = criterion(model.module(x.to(slots[0])), target.to(slots[0]))
+            torch.testing.assert_close(found, right, equal_nan=True)
 
 
 def test_the_loss_is_on_the_output_device(slots: list[str]) -> None:

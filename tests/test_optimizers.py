@@ -562,15 +562,22 @@ def test_torchs_optimizers_no_longer_step_by_themselves() -> None:
 # --- in the loop of DistributedDataParallel ------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["in backward", "torch's in backward"])
-def test_the_wrapper_steps_with_all_that_is_in_grad(kind: str) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["in backward", "torch's in backward", "torch's, behind it"])
+def test_the_wrapper_steps_with_all_that_is_in_grad(kind: str, replicas: int) -> None:
     module = build()
     bare = copy.deepcopy(module)
-    if kind != "in backward":
+    if kind == "torch's in backward":
         apply_torchs(SGD, module.parameters(), {"lr": 0.1})
-    model = DistributedDataParallel(module, ["cpu", "cpu"], bucket_cap_mb=0.0005)
+    model = DistributedDataParallel(module, ["cpu"] * replicas, bucket_cap_mb=0.0005)
     if kind == "in backward":
         model.step_in_backward(SGD, lr=0.1)
+    if kind == "torch's, behind it":
+        apply_torchs(SGD, module.parameters(), {"lr": 0.1})
+        # As torch, the wrapper looks in its first forward.
+        model.module(torch.randn(4, 5))
+        with torch.no_grad():
+            model(torch.randn(4, 5))
     with pytest.raises(RuntimeError, match="are stepped in backward already"):
         model.step_in_backward(SGD, lr=0.1)
     plain = SGD(bare.parameters(), lr=0.1)
@@ -591,16 +598,26 @@ def test_the_wrapper_steps_with_all_that_is_in_grad(kind: str) -> None:
     model.close()
 
 
+def test_two_kinds_of_steps_in_backward_are_refused() -> None:
+    model = DistributedDataParallel(build(), ["cpu", "cpu"])
+    model.step_in_backward(SGD, lr=0.1)
+    apply_torchs(SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="are stepped in backward already"):
+        model(torch.randn(4, 5))
+
+
 def trained(
     slots: Sequence[str], kind: str, rank: int, view: bool = False, hooked: bool = False
 ) -> list[Tensor]:
     """Parameters after some steps, taken by an optimizer of some kind."""
     module = placed(build, slots[0], torch.float)
-    if kind == "torch's in backward":
+    if kind == "torch's in backward" and not hooked:
         apply_torchs(SGD, module.parameters(), MOMENTUM)
     model = DistributedDataParallel(
         module, list(slots), bucket_cap_mb=0.0005, gradient_as_bucket_view=view
     )
+    if kind == "torch's in backward" and hooked:
+        apply_torchs(SGD, module.parameters(), MOMENTUM)
     optimizer: Optimizer | None = None
     if kind == "in backward":
         model.step_in_backward(SGD, **MOMENTUM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -175,6 +176,15 @@ def _uncountable(rank: int, world_size: int) -> None:
     with torch.no_grad():
         model(mask, x)
     model(mask, x * (1 + rank)).mean().backward()
+    torch.testing.assert_close(model.module.weight.grad, torch.tensor(5.0).double())
+
+    # And of the thread that has given it.
+    model.module.weight.grad = None
+    model.set_weight(3 - 2 * rank)
+    if rank == 0:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(model, mask[:1], x[:1]).result()
+    model(mask, x[:1] * (1 + rank)).mean().backward()
     torch.testing.assert_close(model.module.weight.grad, torch.tensor(5.0).double())
 
     twice = dp.DistributedDataParallel(

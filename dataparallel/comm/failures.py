@@ -95,7 +95,6 @@ class Failure:
         host: The name of its machine.
         pid: Its process id there.
         kind: ``"raised"``: it raised an error. ``"late"``: the same, when others may have gone on.
-            ``"stuck"``: the same, and new links do not help.
             ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
             ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
         doing: What it was doing, for example ``"forward"`` or a collective; empty if not known.
@@ -119,7 +118,7 @@ class Failure:
     @property
     def is_final(self) -> bool:
         """Whether it cannot take part in new links, either."""
-        return self.kind in ("stuck", "ended", "cut off")
+        return self.kind in ("ended", "cut off")
 
     def __str__(self) -> str:
         text = f"rank {self.rank} (process {self.pid} on {self.host}) "
@@ -203,6 +202,8 @@ class Failures:
         self.rank = group.rank()
         #: Why generations have ended: all before the one of the links that are made now.
         self.ends: dict[int, Failure] = {}
+        #: How often communication hooks have run here, and begun collectives in groups that stay.
+        self.num_hook_calls = 0
         # The newest generation in which this process has met the others; 0 before.
         self._met = 0
         self._links: tuple[weakref.ref[ProcessLink], ...] = ()
@@ -345,6 +346,10 @@ class Failures:
                 self._end(generation, Failure(**record))
         return self.ends.get(generation)
 
+    def has_lost_another(self) -> bool:
+        """Whether another rank has failed, as far as it can be seen now."""
+        return self.while_waiting() is not None or self._gone() is not None
+
     def _gone(self) -> Failure | None:
         """Another rank of the group whose process is no longer there."""
         unknown = [i for i in range(len(self.ranks)) if i not in self._processes]
@@ -361,6 +366,10 @@ class Failures:
         return None
 
     # --- telling ---------------------------------------------------------------------------------
+
+    def count_hook_call(self) -> None:
+        """A communication hook has run, and not raised an error."""
+        self.num_hook_calls += 1
 
     def report(
         self,

@@ -311,10 +311,16 @@ class ProcessLink:
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
         """The value of a future that somebody else completes, such as a communication hook."""
-        ready = threading.Event()
+        ready, where, started = threading.Event(), f"the wait for {what}", time.monotonic()
         future.add_done_callback(lambda _: ready.set())
-        self.wait_in_slices(f"the wait for {what}", time.monotonic(), ready.wait)
-        return future.wait()
+        self.wait_in_slices(where, started, ready.wait)
+        try:
+            return future.wait()
+        except RuntimeError as error:
+            # A process that has failed closes its connections.
+            if self._failures.has_lost_another():
+                raise self.failed(where, started, str(error)) from error
+            raise
 
     def _sendable(
         self, tensor: torch.Tensor, *, load: bool = True

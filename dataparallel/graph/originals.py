@@ -119,10 +119,9 @@ class _Recorder:
                 self.failure = error
             raise
 
-    def after(self, hook: Callable[..., Any], parameter: torch.Tensor) -> None:
-        """Run a hook that runs after accumulation."""
-        if self.arrives and not self.waits:
-            hook(parameter)
+    def after(self, hook: Callable[..., Any], parameter: torch.Tensor) -> Any:
+        """Run a hook that runs after accumulation; the engine refuses what it returns."""
+        return hook(parameter) if self.arrives and not self.waits else None
 
 
 class _Guarded(functools.partial[Any]):
@@ -183,5 +182,5 @@ class OriginalHooks:
                 continue
             after = torch_internals.post_accumulate_grad_hooks(original) or {}
             for hook in list(after.values()):
-                if isinstance(hook, _Guarded):
-                    hook.args[0](original)
+                if isinstance(hook, _Guarded) and hook.args[0](original) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")

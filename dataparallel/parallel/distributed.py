@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+_STEPPED = "the parameters of this wrapper are stepped in backward already"
+
 
 class Training:
     """What one module is trained with, as it is now; making it communicates with nobody.
@@ -99,7 +101,9 @@ class Training:
         self._batch_group: HybridGroup | None = None
         if group is not None and (options.world_size > 1 or options.hook):
             verify = functools.partial(verify_across_processes, module, self._trained, options)
-            self.processes = ReducerProcesses(group, options.timeout, model._progress, verify)
+            self.processes = ReducerProcesses(
+                group, options.timeout, model._progress, verify, hooked=options.hook is not None
+            )
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
             if policy == "sync":
@@ -239,6 +243,20 @@ class Training:
         self.reducer.close()
 
 
+class _NextWeight(threading.local):
+    """What this process counts in the next forward of a thread that is reduced."""
+
+    # None adds up the weights of its chunks.
+    _value: float | None = None
+
+    def give(self, weight: float) -> None:
+        self._value = weight
+
+    def take(self) -> float | None:
+        weight, self._value = self._value, None
+        return weight
+
+
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     """Train a module on the devices of this process, and of all processes of a group.
 
@@ -307,11 +325,16 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         *("sends_buffers", "forward_sync_buffers", "init_sync"),
     }
     _MAY_SPREAD = True
-    _NOT_COPIED = (*DataParallel._NOT_COPIED, "_made", "_forwards", "_block")
+    _NOT_COPIED = (
+        *DataParallel._NOT_COPIED,
+        *("_made", "_forwards", "_block", "_weight", "device_mesh"),
+    )
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
     # The block of `join()` under way, or the last one.
     _block: JoinBlock | None = None
+    #: The mesh that was passed; a copy has none.
+    device_mesh: Any = None
     #: Whether the last forward was one whose gradients are reduced; buffers are sent after those.
     require_forward_param_sync = True
 
@@ -371,6 +394,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         super().__init__(
             module, device_ids, output_device, dim, buffers=buffers, scalars=scalars, **dims
         )
+        self.device_mesh = device_mesh
         self._start(options, broadcast_buffers, forward_sync_buffers)
 
     def _start(self, options: Options, broadcast: bool | None, forward_sync: bool | None) -> None:
@@ -384,7 +408,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 "that require a gradient; call the module itself, or use DataParallel"
             )
         options.mixed_precision.convert_buffers(self.module)
-        left = TorchsOptimizers(self.module.parameters())
         forwards = (broadcast if forward_sync is None else forward_sync) is not False
         self.options = replace(
             options,
@@ -392,21 +415,29 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             # As in torch, `forward_sync_buffers` says nothing of the constructor.
             sends_buffers=forwards or forward_sync is not None,
             forward_sync_buffers=forwards,
-            optimizers=left if left.found else None,
         )
+        self._take_optimizers()
         processes = self._training.processes
         if processes is not None:
             processes.connect()
             if options.init_sync:
                 send_states(self.module, 0, processes.buckets, buffers=self.options.sends_buffers)
 
+    def _take_optimizers(self) -> None:
+        """Take over what torch's ``_apply_optimizer_in_backward`` has left on the parameters."""
+        left, before = TorchsOptimizers(self.module.parameters()), self.options.optimizers
+        if left.found and left.found != getattr(before, "found", None):
+            if isinstance(before, InBackwardOptimizers):
+                raise RuntimeError(_STEPPED)
+            self.options = replace(self.options, optimizers=left)
+            self._drop_training()
+
     def _begin_life(self) -> None:
         super()._begin_life()
-        self._forwards, self._progress = RLock(), Progress()
+        self._forwards, self._progress = threading.RLock(), Progress()
         #: Whether the backward of the next forward is reduced over processes.
         self.require_backward_grad_sync = True
-        # Of the next forward that is reduced, in an average; None adds up its chunks' weights.
-        self._weight: float | None = None
+        self._weight, self._has_begun = _NextWeight(), False
         Joinable.__init__(self)
 
     # --- what it is trained with -----------------------------------------------------------------
@@ -452,12 +483,16 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @contextmanager
     def _begin(self, loss: Loss | None = None) -> Iterator[Call]:
+        if not self._has_begun:
+            # Since the constructor, too.
+            self._take_optimizers()
+            self._has_begun = True
         # The clones are there once, so forwards of several threads come one after another.
         with nullcontext() if self._training.direct else self._forwards:
             synchronizes, weight = self.require_backward_grad_sync, None
             reduces = synchronizes and torch.is_grad_enabled()
             if reduces:
-                weight, self._weight = self._weight, None
+                weight = self._weight.take()
                 # At the end of backward it would write zeros over the gradients that this wrapper
                 # delivers, which its hooks do not see. In a single process it does not.
                 outer = torch_internals.active_torch_wrapper()
@@ -555,7 +590,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             raise ValueError(
                 f"a weight counts with average='samples', but this wrapper has {average!r}"
             )
-        self._weight = read_weight("set_weight()", weight)
+        self._weight.give(read_weight("set_weight()", weight))
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let a hook reduce the buckets over the processes, in place of an all-reduce.
@@ -579,11 +614,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 one of PowerSGD, and ``nonfinite="skip"``.
             RuntimeError: There is a hook already.
         """
-        resolved = resolve_hook(hook, state)
-        if self.options.hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once"
-            )
+        with self.reducer.noting_errors():
+            resolved = resolve_hook(hook, state)
+            if self.options.hook is not None:
+                raise RuntimeError(
+                    "register_comm_hook or register_builtin_comm_hook can only be called once"
+                )
         self._change(hook=resolved)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -615,7 +651,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             ValueError: The wrapper looks for gradients that are not finite.
         """
         if self.options.optimizers is not None:
-            raise RuntimeError("the parameters of this wrapper are stepped in backward already")
+            raise RuntimeError(_STEPPED)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         made = InBackwardOptimizers(optimizer_class, trained, **arguments)
         self._change(optimizers=made)
@@ -625,11 +661,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """Do as with ``static_graph=True``, before the first backward and in every process."""
         if self.options.static_graph:
             return
-        if self.reducer.num_rounds:
-            raise RuntimeError(
-                "set_static_graph() must come before the first backward, but there were "
-                f"{self.reducer.num_rounds}; pass static_graph=True to the wrapper"
-            )
+        with self.reducer.noting_errors():
+            if self.reducer.num_rounds:
+                raise RuntimeError(
+                    "set_static_graph() must come before the first backward, but there were "
+                    f"{self.reducer.num_rounds}; pass static_graph=True to the wrapper"
+                )
         self._change(static_graph=True)
 
     def check_replicas(self) -> None:
@@ -822,7 +859,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
             model.get_ddp_logging_data()["avg_backward_compute_comm_overlap_time"]
         """
-        hook = self.options.hook
+        more: dict[str, LoggingValue] = {}
+        if self.options.hook is not None:
+            more["comm_hook"] = self.options.hook.name
         return logging_data(
             self.reducer,
             self.module,
@@ -830,7 +869,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             devices=[*self.device_ids, self.output_device],
             broadcast_buffers=int(self.forward_sync_buffers),
             join_uneven_inputs=int(self._block is not None),
-            comm_hook="" if hook is None else hook.name,
+            **more,
         )
 
     _get_ddp_logging_data = get_ddp_logging_data

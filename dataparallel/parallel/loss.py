@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -61,7 +62,9 @@ def _targets(losses: Tensor, named: Mapping[str, Any]) -> Tensor | float:
     weight = named.get("weight")
     if target.is_floating_point():
         return losses.numel()
-    valid: Tensor = target != named.get("ignore_index", -100)
+    # None ignores nothing; no target is NaN.
+    ignored = named.get("ignore_index", -100)
+    valid: Tensor = target != (math.nan if ignored is None else ignored)
     if weight is None:
         return valid.sum()
     return _total(weight[target.long().where(valid, 0)].where(valid, 0))
@@ -165,7 +168,7 @@ class Loss:
         self.criterion, self._rule, self._weight, self._dim = criterion, rule, weight, dim
         #: The criterion as a module, whose clones replicas want; None for a function.
         self.module = criterion if isinstance(criterion, nn.Module) else None
-        self._reduction = "weighted"
+        self._reduction, self._smooths = "weighted", False
         if rule is None:
             if weight == "samples" or callable(weight):
                 return
@@ -185,6 +188,7 @@ class Loss:
         options = vars(criterion)
         if isinstance(criterion, functools.partial):
             options = criterion.keywords
+        self._smooths = bool(options.get("label_smoothing"))
         self._reduction = reduction = options.get("reduction", "mean")
         known = ("mean", "sum", "none", *(["batchmean"] if rule.function is F.kl_div else []))
         if reduction not in known:
@@ -289,7 +293,11 @@ class Loss:
         total: Tensor = functools.reduce(torch.add, numerators)
         if self._reduction != "sum":
             denominators = [_moved(part.denominator, device) for part in parts]
-            total = total / functools.reduce(operator.add, denominators)
+            denominator = functools.reduce(operator.add, denominators)
+            total = total / denominator
+            if self._smooths and isinstance(denominator, Tensor):
+                # Torch adds the part that is not smoothed, which is 0/0 then.
+                total = total.masked_fill(denominator == 0, math.nan)
         return total.to(functools.reduce(torch.promote_types, dtypes))
 
 

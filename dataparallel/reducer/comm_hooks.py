@@ -17,15 +17,18 @@ futures of several buckets together.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import describe_names, locate
-from dataparallel.reducer.buckets import Bucket, BucketStorage
+from dataparallel.reducer.buckets import Bucket
 
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = _TORCHS + "powerSGD_hook"
@@ -38,6 +41,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "fp16_compress": default_hooks.fp16_compress_hook,
     "noop": debugging_hooks.noop_hook,
 }
+_HALVES = (default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook)
 
 
 # --- what a hook gets ------------------------------------------------------------------------
@@ -58,13 +62,12 @@ class GradBucket:
     """
 
     def __init__(
-        self, bucket: Bucket, storage: BucketStorage, *, is_last: bool, in_memory_order: bool
+        self, bucket: Bucket, content: torch.Tensor, *, is_last: bool, in_memory_order: bool
     ) -> None:
         self._bucket = bucket
-        self._views = storage.views
         # A hook may resize what it gets. Another tensor over the same storage keeps the owner's
         # own one in shape, and the views remain valid: they look the memory up in the storage.
-        self._buffer = storage.flat.view(storage.flat.shape)
+        self._buffer = content if content.is_sparse else content.view(content.shape)
         self._is_last = is_last
         # PowerSGD views gradients as matrices, which only contiguous tensors allow: it gets their
         # entries in the order of memory, which is not the parameter's in every layout.
@@ -79,7 +82,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of all gradients, shape ``(numel,)``; no copy."""
+        """The flat tensor of all gradients, shape ``(numel,)``, or a sparse gradient; no copy."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
@@ -87,8 +90,11 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer per parameter, in the parameter's shape and layout."""
-        sizes = [view.numel() for view in self._views]
+        """One view of the buffer per parameter, in its shape and layout; none if it is sparse."""
+        if self._bucket.storage is None:
+            return []
+        views = self._bucket.storage.views
+        sizes = [view.numel() for view in views]
         if not self._buffer.is_contiguous():
             raise ValueError(
                 f"the buffer of {self} was replaced by one of stride {self._buffer.stride()}; pass "
@@ -96,7 +102,7 @@ class GradBucket:
             )
         # A hook may have resized it.
         parts = torch.split(self._buffer[: sum(sizes)], sizes)
-        pairs = zip(parts, self._views, strict=True)
+        pairs = zip(parts, views, strict=True)
         if self._in_memory_order:
             return [part.view(view.shape) for part, view in pairs]
         return [part.as_strided(view.shape, view.stride()) for part, view in pairs]
@@ -128,12 +134,11 @@ class ResolvedHook(NamedTuple):
     is_power_sgd: bool
 
     def call(
-        self, bucket: Bucket, storage: BucketStorage, link: ProcessLink, *, is_last: bool
+        self, bucket: Bucket, flat: torch.Tensor, link: ProcessLink, *, is_last: bool
     ) -> Callable[[], torch.Tensor]:
         """Call it for a bucket; what is returned waits for the new content, as the link does."""
-        flat = storage.flat
-        given = GradBucket(bucket, storage, is_last=is_last, in_memory_order=self.is_power_sgd)
-        if flat.is_complex() and self.name in ("fp16_compress_hook", "bf16_compress_hook"):
+        given = GradBucket(bucket, flat, is_last=is_last, in_memory_order=self.is_power_sgd)
+        if flat.is_complex() and self.function in _HALVES:
             raise TypeError(
                 f"the communication hook {self.name} sends real numbers of 16 bits, but the "
                 f"gradients of {given} are {flat.dtype}, whose imaginary parts it would drop; use "
@@ -141,6 +146,11 @@ class ResolvedHook(NamedTuple):
             )
         with _located(given):
             future = self.function(self.state, given)
+            if not hasattr(future, "add_done_callback"):
+                raise TypeError(
+                    f"the communication hook {self.name} must return a torch.futures.Future of "
+                    f"the bucket's new content, but returned {future!r}"
+                )
 
         def wait() -> torch.Tensor:
             what = f"the future of the communication hook {self.name}"
@@ -162,6 +172,8 @@ class ResolvedHook(NamedTuple):
                 f"{_form(flat)}, or a list of one, but its future has {_form(value)}"
             )
         content: torch.Tensor = value
+        if content.is_sparse:
+            return content.to(flat.dtype)
         return content.contiguous() if content.dtype == flat.dtype else flat.copy_(content)
 
 
@@ -176,18 +188,44 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
         )
     # That of a functools.partial.
     inner: Any = getattr(function, "func", function)
+    _check_annotations(function)
+    parts = [function, inner]
     # Torch's wrappers of hooks close over them.
-    cells = getattr(inner, "__closure__", None) or ()
-    parts = [function, inner, *(cell.cell_contents for cell in cells)]
+    for cell in getattr(inner, "__closure__", None) or ():
+        # A variable may have no value yet.
+        with contextlib.suppress(ValueError):
+            parts.append(cell.cell_contents)
     modules = {getattr(part, "__module__", None) for part in (*parts, type(state))}
     asks = any(getattr(part, "one_bucket_at_a_time", False) is True for part in parts)
     return ResolvedHook(
         function,
         state,
-        str(getattr(inner, "__qualname__", type(inner).__qualname__)),
+        # As torch's logging data have it.
+        str(getattr(inner, "__qualname__", type(inner).__qualname__) if callable(hook) else hook),
         one_bucket_at_a_time=asks or not modules.isdisjoint(_LAUNCH_FROM_CALLBACKS),
         is_power_sgd=_POWER_SGD in modules,
     )
+
+
+def _check_annotations(hook: Callable[..., Any]) -> None:
+    """Refuse a hook that is annotated to be one of something else, in torch's words."""
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError):
+        # Some callables have none, or names in it that are not there at runtime.
+        return
+    bucket = signature.parameters.get("bucket")
+    if bucket and bucket.annotation not in (bucket.empty, Any, dist.GradBucket, GradBucket):
+        raise ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket, but is "
+            f"{bucket.annotation!r}"
+        )
+    returned, future = signature.return_annotation, torch.futures.Future
+    if (typing.get_origin(returned) or returned) not in (signature.empty, Any, future, object):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], "
+            f"but is {returned!r}"
+        )
 
 
 def _form(value: Any) -> str:

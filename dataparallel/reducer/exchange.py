@@ -27,7 +27,8 @@ they were not given the same, all raise, until the replicas were compared or a s
 Collectives of a communication hook are in a group of the user's, which stays. So a rank that fails
 first sends zeros through the hook for what is left, since the others wait for it, and with a hook
 all ranks wait for the vote. If it cannot, their collectives would be mixed up with those of the
-next step: then no process can make a link over the group any more.
+next step. So with new links processes compare how often hooks have run over the group, too: if not
+equally often, no wrapper with a hook trains over it any more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import failures_of, name_ranks
+from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
 from dataparallel.comm.link import Pending, ProcessLink, parent_group
 from dataparallel.errors import describe_names
 from dataparallel.reducer.buckets import Bucket, Gradients, MaybeTensor
@@ -56,7 +57,6 @@ _LAST_VOTE = 2.0
 _DOING = {
     "raised": "backward",
     "late": "backward, after its last bucket was sent",
-    "stuck": "backward, and has left collectives of a communication hook that nobody can match",
 }
 
 
@@ -70,16 +70,25 @@ class Progress:
     # The wrapper's first link, whose name tells it from other wrappers in all processes.
     _name = ""
 
-    def compare(self, control: ProcessLink) -> None:
+    def compare(self, control: ProcessLink, num_hook_calls: int) -> None:
         """See whether all processes were given the same rounds; a collective call."""
-        what, own = "how many steps were reduced", [self._name, self.num_rounds]
-        names, numbers = zip(*gather_if_different(own, control, what=what) or [own], strict=True)
+        what, own = "how many steps were reduced", [self._name, self.num_rounds, num_hook_calls]
+        gathered = gather_if_different(own, control, what=what) or [own]
+        names, numbers, calls = zip(*gathered, strict=True)
         if len(set(names)) > 1:
             came = (f"rank {rank} with {name or 'a new one'}" for rank, name in enumerate(names))
             raise RuntimeError(
                 f"the processes have come with different wrappers: {'; '.join(came)} (a wrapper is "
                 "named by its first link). Make wrappers, and run their forwards, in the same "
                 "order in every process"
+            )
+        if len(set(calls)) > 1:
+            ran = "; ".join(f"rank {rank}: {number}" for rank, number in enumerate(calls))
+            raise CollectiveError(
+                "the communication hooks have not run equally often in all processes, since one "
+                f"failed ({ran}). So some have begun collectives that nobody can match, and later "
+                "ones of the same group would be mixed up with them; start all processes again, or "
+                "train without a hook"
             )
         self._name = self._name or control.name
         last = max(numbers)
@@ -119,6 +128,8 @@ class ReducerProcesses:
         timeout: float | None,
         progress: Progress,
         verify: Callable[[ProcessLink], None],
+        *,
+        hooked: bool,
     ) -> None:
         parent = parent_group(group)
         self.rank, self.world_size = parent.rank(), parent.size()
@@ -128,7 +139,7 @@ class ReducerProcesses:
         self._verify = verify
         #: How many processes have data.
         self.num_active = self.world_size
-        self._failures = failures_of(parent)
+        self._failures, self._hooked = failures_of(parent), hooked
         self._has_failed = False
 
     def count_active(self, number: int) -> None:
@@ -144,7 +155,8 @@ class ReducerProcesses:
                     for purpose in ("gradients", "control")
                 ]
                 self._verify(made[1])
-                self.progress.compare(made[1])
+                calls = self._failures.num_hook_calls if self._hooked else 0
+                self.progress.compare(made[1], calls)
                 stack.pop_all()
             self._links = made
         return self._links
@@ -178,6 +190,10 @@ class ReducerProcesses:
     def is_broken(self) -> bool:
         """Whether a link is broken; all processes then make new ones at their next forward."""
         return self._has_failed or any(link.broken for link in self._links)
+
+    def count_hook_call(self) -> None:
+        """A communication hook has begun its collectives."""
+        self._failures.count_hook_call()
 
     def check_late(self) -> None:
         """Raise the error of a collective that has failed when nobody waited any more."""
@@ -308,15 +324,17 @@ class Exchange:
         self._sent.append(self._launch(bucket, bucket.load(sums, self._share * times)))
 
     def _launch(self, bucket: Bucket, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        link, storage = self.processes.buckets, bucket.storage
-        if self._hook is not None and storage is not None:
+        link = self.processes.buckets
+        if self._hook is not None:
             if self._hook.one_bucket_at_a_time and self._sent:
                 # An error is told later: the others, where there may be none, wait for this bucket.
                 with contextlib.suppress(Exception):
                     self._sent[-1]()
-            is_last = all(each.storage is None for each in self._buckets[bucket.number + 1 :])
-            return self._hook.call(bucket, storage, link, is_last=is_last)
-        if self._options.deterministic and storage is not None:
+            is_last = bucket.number == self.last
+            begun = self._hook.call(bucket, flat, link, is_last=is_last)
+            self.processes.count_hook_call()
+            return begun
+        if self._options.deterministic and bucket.storage is not None:
             return functools.partial(_sum_in_order, link, flat, bucket.name)
         pending = link.all_reduce(flat, what=bucket.name)
 
@@ -350,8 +368,6 @@ class Exchange:
             if self._hook is not None and isinstance(error, Exception):
                 self._send_zeros()
         finally:
-            if self._hook is not None and len(self._sent) < len(self._buckets):
-                kind = "stuck"
             self.processes.report(error, kind)
 
     def _send_zeros(self) -> None:

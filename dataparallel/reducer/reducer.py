@@ -11,10 +11,11 @@ continued: an object that nothing but the engine holds tells whether that still 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,11 +128,21 @@ class Reducer:
 
     def go_on_from(self, other: Reducer) -> None:
         """Know what another reducer of the same parameters knew of their gradients."""
+        self.last_error = other.last_error
         if list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters)):
             self._late = other._late
             # A process that has trained alone does not know what is reduced.
             if self._accumulated.summed == other._accumulated.summed:
                 self._accumulated = other._accumulated
+
+    @contextlib.contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Let the logging data have an error that leaves the ``with`` block."""
+        try:
+            yield
+        except Exception as error:
+            self.last_error = str(error)
+            raise
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the leaves."""
@@ -355,7 +366,7 @@ class Reducer:
                 round_.fail(error)
             # Of a collective that failed the others know.
             elif processes and not isinstance(error, (CollectiveError, CollectiveTimeout)):
-                processes.report(error, "stuck" if self.options.hook else "raised")
+                processes.report(error)
         finally:
             self._leave_round()
 

@@ -402,7 +402,8 @@ class Round:
         members = zip(indices, originals, home.read(originals), strict=True)
         for index, original, held in members:
             grad, self.grads[index] = self.grads[index], None
-            if grad is None:
+            # As the engine does with what was frozen after its forward.
+            if grad is None or not original.requires_grad:
                 continue
             if held is None:
                 held = grad if grad.dtype == original.dtype else grad.to(original.dtype)

@@ -144,6 +144,16 @@ def _length(begins: Sequence[Span], ends: Sequence[Span]) -> int:
 
 # --- torch's logging data --------------------------------------------------------------------
 
+# What torch's logging data call dtypes.
+_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+
 
 def logging_data(
     reducer: Reducer,
@@ -168,7 +178,7 @@ def logging_data(
         "module_name": type(module).__name__,
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
         "has_sync_bn": int(any(isinstance(part, batch_norms) for part in module.modules())),
-        "dtypes": _text(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        "dtypes": _text(sorted({_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
         "world_size": 1 if group is None else dist.get_world_size(group),
