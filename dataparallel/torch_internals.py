@@ -37,6 +37,7 @@ import torch.autograd.graph
 import torch.distributed
 import torch.library
 import torch.nn.modules.batchnorm
+import torch.nn.modules.instancenorm
 import torch.nn.parallel.distributed
 import torch.overrides
 import torch.random
@@ -310,6 +311,8 @@ def versions_being_loaded() -> Any:
 
 #: What all batch norms are derived from, the synchronized one of this package too.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+#: What all instance norms are derived from.
+InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
 #: Whether a tensor consists of others that its ``__tensor_flatten__`` tells.
 is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 

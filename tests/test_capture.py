@@ -313,8 +313,10 @@ def test_errors_where_a_graph_would_be_wrong(caplog: pytest.LogCaptureFixture) -
     on_virtual: dict[str, Any] = {"device_ids": ["virtual:0"], "capture": True}
     with pytest.raises(ValueError, match="records graphs of CUDA, which cpu does not have"):
         dp.DistributedDataParallel(nn.Linear(6, 3), ["cpu"] * 2, capture=True)
-    with pytest.raises(ValueError, match="capture=True goes neither with buffers='sync'"):
-        dp.DistributedDataParallel(nn.Linear(6, 3), **on_virtual, buffers="sync")
+    norms: list[tuple[nn.Module, Any]] = [(nn.Linear(6, 3), "sync"), (nn.SyncBatchNorm(3), "mean")]
+    for module, buffers in norms:
+        with pytest.raises(ValueError, match="capture=True goes neither with buffers='sync' or"):
+            dp.DistributedDataParallel(module, **on_virtual, buffers=buffers)
     net = nn.Linear(6, 3).to("virtual:0")
     model = dp.DistributedDataParallel(net, **on_virtual)
     x = torch.ones(2, 6, device="virtual:0")

@@ -244,13 +244,14 @@ def norms() -> nn.Module:
 
 
 def _train(
-    rank: int, world_size: int, slots: list[list[str]], sizes: list[int], average: Any
+    rank: int, world_size: int, slots: list[list[str]], sizes: list[int], average: Any, policy: Any
 ) -> None:
     bare, home = norms(), slots[rank][0]
+    module = norms().to(home)
+    if policy != "sync":
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     model = copy.deepcopy(
-        dp.DistributedDataParallel(
-            norms().to(home), slots[rank], buffers="sync", average=average, timeout=30
-        )
+        dp.DistributedDataParallel(module, slots[rank], buffers=policy, average=average, timeout=30)
     )
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (bare, model)]
     for step in range(3):
@@ -273,10 +274,30 @@ def _train(
         ([["virtual:0", "virtual:1"], ["virtual:0"]], [4, 3], "processes"),
     ],
 )
+@pytest.mark.parametrize("policy", ["sync", "replica0", "mean"])
 def test_synchronized_training_is_that_of_the_bare_module_on_the_whole_batch(
-    cluster: Cluster, slots: list[list[str]], sizes: list[int], average: str
+    cluster: Cluster, slots: list[list[str]], sizes: list[int], average: str, policy: str
 ) -> None:
-    cluster.run(_train, 2, slots, sizes, average, virtual=slots[0][0] != "cpu")
+    """With one option for all layers, or with those of torch.nn.SyncBatchNorm."""
+    cluster.run(_train, 2, slots, sizes, average, policy, virtual=slots[0][0] != "cpu")
+
+
+def _track(rank: int, world_size: int) -> None:
+    """Instance norm, in a process of two replicas and one of none or one; first without samples."""
+    bare: Any = nn.Sequential(nn.Conv1d(3, 3, 1), nn.InstanceNorm1d(3, track_running_stats=True))
+    bare.double()
+    model = dp.DistributedDataParallel(copy.deepcopy(bare), ["cpu"] * (1 + rank), buffers="sync")
+    for size in (0, 2, 1):
+        x = torch.randn(3 * size + 2, 3, 4, dtype=torch.double)
+        mine = x.split([size, 2 * size + 2])[rank]
+        torch.testing.assert_close(model(mine), bare(x).split([size, 2 * size + 2])[rank])
+        assert_all_close(model.module.buffers(), bare.buffers())
+    torch.testing.assert_close(model.eval()(x), bare.eval()(x))
+    model.close()
+
+
+def test_instance_norm_tracks_the_samples_of_all_processes(cluster: Cluster) -> None:
+    cluster.run(_track, 2)
 
 
 def _stay_away(rank: int, world_size: int) -> None:

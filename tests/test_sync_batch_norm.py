@@ -41,13 +41,20 @@ class Net(nn.Module):
         return output
 
 
+#: Layers of torch.nn.SyncBatchNorm, and the option buffers= of the wrapper.
+TORCHS = ["torch's, replica0", "torch's, mean", "torch's, sync"]
 #: Of the wrapper: buffers="sync", also where a layer is synchronized; else the layers' group.
-HOW = ["buffers", "both", "local", "hybrid", LocalGroup(60.0)]
-BOTH = pytest.mark.parametrize("how", ["buffers", "hybrid"])
+HOW = ["buffers", "both", *TORCHS, "local", "hybrid", LocalGroup(60.0)]
+ALL = pytest.mark.parametrize("how", ["buffers", TORCHS[0], "hybrid"])
 
 
 def converted(bare: nn.Module, group: Any = None) -> Any:
     return SyncBatchNorm.convert(copy.deepcopy(bare), group)
+
+
+def torchs(bare: nn.Module, group: Any = None) -> Any:
+    """A copy as scripts for several GPUs make it."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(bare), group)
 
 
 def wrapped(
@@ -55,6 +62,8 @@ def wrapped(
 ) -> DataParallel[Any]:
     """A wrapper of a copy whose layers are synchronized in some way."""
     net = copy.deepcopy(bare)
+    if how in TORCHS:
+        return wrapper(torchs(bare), slots, buffers=how.split()[-1])  # type: ignore[no-any-return]
     if how == "both":
         SyncBatchNorm.convert(net.get_submodule("norm1"))
     if how in ("buffers", "both"):
@@ -134,7 +143,7 @@ def skipped(norm: nn.Module, x: Tensor) -> Any:
     return x if replica is not None and replica.index == 1 else norm(x)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -166,6 +175,54 @@ def test_outside_of_the_forward_is_a_clear_error(slots: list[str]) -> None:
     DataParallel(net, slots[:2], buffers="sync")(x)
     with pytest.raises(RuntimeError, match=r"batch norm 'norm' .* called outside of their forward"):
         kept[0](x)
+
+
+FORMS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"momentum": None}, (3,)),
+    ({"affine": False}, (3, 4)),
+    ({"track_running_stats": False}, (3, 4, 4)),
+    ({"affine": False, "track_running_stats": False}, (3,)),
+    ({"momentum": 0.7}, (3, 2, 2, 2)),
+]
+
+
+class Scaled(nn.Sequential):
+    """Layers behind a parameter."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("options", "shape"), FORMS, ids=str)
+def test_torchs_layer_in_every_form(
+    slots: list[str], options: dict[str, Any], shape: tuple[int, ...], autocast: bool
+) -> None:
+    kind = {4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(len(shape) + 1, nn.BatchNorm1d)
+    dtype, linear = torch.float if autocast else torch.double, nn.Linear(shape[-1], 2)
+    tolerances: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
+    bare = filled(Scaled(kind(3, **options), *([linear] if autocast else []))).to(slots[0], dtype)
+    model = DistributedDataParallel(torchs(bare), slots[:3])
+    for size in (7, 4, 2):
+        x = torch.randn(size, *shape, device=slots[0], dtype=dtype) + 2
+        if len(shape) == 3:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(torch.device(slots[0]).type, torch.bfloat16, enabled=autocast):
+            got, expected = model(x), bare(x)
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, **tolerances)
+        for module in (bare, model):
+            module.zero_grad()
+        (got.sin() + expected.sin()).sum().backward()
+        grads = ([p.grad for p in module.parameters()] for module in (model, bare))
+        assert_all_close(*grads, **tolerances)
+        assert_same_state(model.module, bare)
+    # Without statistics of its own, evaluation needs the whole batch, too.
+    torch.testing.assert_close(model.eval()(x), bare.eval()(x))
 
 
 # --- in replicas -------------------------------------------------------------------------------
@@ -260,7 +317,7 @@ def test_alone_it_is_an_ordinary_batch_norm() -> None:
 # --- mistakes ----------------------------------------------------------------------------------
 
 
-@BOTH
+@ALL
 def test_a_single_value_is_refused_as_torch_refuses_it(slots: list[str], how: str) -> None:
     model = wrapped(nn.BatchNorm1d(3).to(slots[0]), slots, how)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -313,6 +370,7 @@ def own_forward(norm: Any) -> Any:
     [
         (lambda: OwnForward(3), r"'1' \(OwnForward\).*a forward of its own"),
         (lambda: own_forward(nn.BatchNorm1d(3)), r"'1' \(BatchNorm1d\).*a forward of its own"),
+        (lambda: own_forward(nn.SyncBatchNorm(3)), r"'1' \(SyncBatchNorm\).*a forward of its own"),
         (nn.LazyBatchNorm1d, r"'1' \(\w+\), which is lazy or parametrized"),
         (lambda: weight_norm(nn.BatchNorm1d(3)), r"'1' \(\w+\), which is lazy or parametrized"),
     ],
@@ -323,15 +381,23 @@ def test_where_one_layer_cannot_be_converted_none_is(make: Any, message: str) ->
         SyncBatchNorm.convert(net)
     assert type(net[0]) is nn.BatchNorm1d
     if "own" in message:
-        with pytest.raises(TypeError, match=message):
-            wrapped(net, ["cpu"] * 2, "buffers")(torch.randn(8, 3))
+        policies: list[Any] = ["sync", *(["mean"] if "Sync" in message else [])]
+        for policy in policies:
+            with pytest.raises(TypeError, match=message):
+                DataParallel(net, ["cpu"] * 2, buffers=policy)(torch.randn(8, 3))
 
 
-def test_replicas_within_replicas_are_refused() -> None:
-    inner = DataParallel(nn.BatchNorm1d(3), ["cpu"], buffers="sync")
-    nested = DataParallel(nn.Sequential(inner), ["cpu", "cpu"], buffers="sync")
-    with pytest.raises(TypeError, match="over the replicas of '0' within replicas"):
-        nested(torch.randn(8, 3))
+@pytest.mark.parametrize("policy", ["replica0", "sync"])
+def test_replicas_within_replicas_are_refused(policy: Any) -> None:
+    for wrong in (True, False):
+        norm: nn.Module = nn.BatchNorm1d(3) if policy == "sync" else nn.SyncBatchNorm(3)
+        inner = DataParallel(norm if wrong else nn.Identity(), ["cpu"])
+        nested = DataParallel(nn.Sequential(inner, norm), ["cpu", "cpu"], buffers=policy)
+        if wrong:
+            with pytest.raises(TypeError, match="over the replicas of '0' within replicas"):
+                nested(torch.randn(8, 3))
+        else:
+            assert nested(torch.randn(8, 3)).shape == (8, 3)
 
 
 # --- conversion --------------------------------------------------------------------------------
@@ -420,7 +486,7 @@ def compare_with_whole(
 ) -> None:
     x, coefficients = batch(sum(sizes))
     bare = net()
-    module = converted(bare, group or dist.group.WORLD)
+    module = torchs(bare) if group == "torch's" else converted(bare, group or dist.group.WORLD)
     if num_replicas:
         model: Any = DataParallel(module, ["cpu"] * num_replicas)
     else:
@@ -456,6 +522,8 @@ def compare_with_whole(
         ([5, 1], "hybrid", 3),
         ([1, 4], "hybrid", 3),
         ([6, 0], "hybrid", 3),
+        ([6, 0], "torch's", 1),
+        ([7, 2, 4], "torch's", 3),
     ],
 )
 def test_processes_equal_the_whole_batch(
@@ -522,3 +590,102 @@ def copied(rank: int, world_size: int) -> None:
 
 def test_copies_and_torchs_layers_keep_their_processes(cluster: Cluster) -> None:
     cluster.run(copied, 2)
+
+
+# --- torch's layer between processes -------------------------------------------------------------
+
+
+def outputs_of_whole(bare: nn.Module, x: Tensor, ranks: list[int], rank: int) -> Tensor:
+    """What the bare module makes of this process's part of the batch of some processes."""
+    whole: Tensor = bare(torch.cat([x + other for other in ranks]))
+    return whole.chunk(len(ranks))[ranks.index(rank)]
+
+
+@torch.no_grad()
+def follow_groups(rank: int, world_size: int, slots: list[str]) -> None:
+    halves, two = [new_group([0, 1]), new_group([2])], new_group([1, 2])
+    mine, everybody = ([0, 1] if rank < 2 else [2]), [0, 1, 2]
+    x = torch.randn(6, 2, dtype=torch.double, device=slots[0])
+    alone, ddp = {"process_group": False}, DistributedDataParallel
+    cases: list[tuple[Any, dict[str, Any], Any, list[int]]] = [
+        (DataParallel, {}, None, everybody),
+        (DataParallel, {}, halves[rank == 2], mine),
+        # Rank 0 is no member.
+        (DataParallel, {"buffers": "mean"}, two, [1, 2] if rank else [0]),
+        (ddp, {}, halves[rank == 2], mine),
+        # As in torch, the layer's own group counts.
+        (ddp, {"process_group": halves[rank == 2]}, None, everybody),
+        (ddp, {"buffers": "sync"}, halves[rank == 2], mine),
+        (ddp, alone, None, [rank]),
+        (ddp, alone, two, [1, 2] if rank else [0]),
+    ]
+    for wrapper, options, group, ranks in cases:
+        bare = net().to(slots[0])
+        for num_slots in (1, len(slots)):
+            module = torchs(net(), group).to(slots[0])
+            model = wrapper(module, slots[:num_slots], **options)
+            bare.load_state_dict(module.state_dict())
+            for _ in range(2):
+                expected = outputs_of_whole(bare, x, ranks, rank)
+                torch.testing.assert_close(model(x + rank), expected)
+            assert_same_state(module, bare)
+            # Nobody else evaluates at the same time.
+            bare.eval()
+            assert_all_close([model.eval()(x[:rank])], [bare(x[:rank])])
+            bare.train()
+            model.close()
+    if rank == 0:
+        norm = nn.SyncBatchNorm(2, track_running_stats=False).eval().to(x)
+        torch.testing.assert_close(DataParallel(norm, slots)(x), nn.BatchNorm1d(2).to(x)(x))
+
+
+@pytest.mark.parametrize("slots", [["cpu"] * 2, ["virtual:0", "virtual:1"]])
+def test_torchs_layer_keeps_its_processes(cluster: Cluster, slots: list[str]) -> None:
+    cluster.run(follow_groups, 3, slots, virtual=slots[0] != "cpu")
+
+
+def work_alone(rank: int, world_size: int) -> None:
+    """Torch's own forward refuses the CPU as soon as there is a process group."""
+    x, bare = batch(6)[0], net()
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
+        torchs(bare)(x)
+    expected = bare(x)
+    for wrapper in (DataParallel, DistributedDataParallel):
+        for num_replicas in (1, 2):
+            torch.testing.assert_close(wrapper(torchs(net()), ["cpu"] * num_replicas)(x), expected)
+        # One replica does what its own forward says.
+        assert torch.equal(wrapper(own_forward(nn.SyncBatchNorm(2)), ["cpu"])(x), x)
+
+
+def test_torchs_layer_in_one_process_with_a_group(cluster: Cluster) -> None:
+    cluster.run(work_alone, 1)
+
+
+def recompute(rank: int, world_size: int, use_reentrant: bool) -> None:
+    bare = net()
+    call = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    within = Within(lambda norm, x: call(norm, x))
+    within.norm = torchs(bare)
+    model = DistributedDataParallel(within, ["cpu"], average="none")
+    x = batch(4 * world_size)[0].requires_grad_()
+    bare(x).sin().sum().backward()
+    model(x.detach().chunk(world_size)[rank].requires_grad_()).sin().sum().backward()
+    assert_all_close([p.grad for p in within.parameters()], [p.grad for p in bare.parameters()])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_one_replica_of_each_process_may_recompute(cluster: Cluster, use_reentrant: bool) -> None:
+    cluster.run(recompute, 2, use_reentrant)
+
+
+def refuse_weights(rank: int, world_size: int) -> None:
+    alone = [new_group([0]), new_group([1])]
+    with pytest.raises(ValueError, match=r"torch.nn.SyncBatchNorm.*average='samples' do not go"):
+        DistributedDataParallel(torchs(net()), ["cpu"] * 2, average="samples")
+    # Nothing of it leaves the process.
+    module = torchs(net(), alone[rank])
+    DistributedDataParallel(module, ["cpu"] * 2, average="samples").close()
+
+
+def test_torchs_layer_and_an_average_over_samples(cluster: Cluster) -> None:
+    cluster.run(refuse_weights, 2)

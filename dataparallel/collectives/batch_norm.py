@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from dataparallel.collectives.process_group import place_in
 from dataparallel.replicas.clones import Counterparts, Parts
 from dataparallel.threads.apply import current_replica
 from dataparallel.threads.meeting import current_rendezvous
-from dataparallel.torch_internals import BatchNorm, check_input_of, untraced
+from dataparallel.torch_internals import BatchNorm, InstanceNorm, check_input_of, untraced
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -153,7 +153,7 @@ class SyncBatchNorm(BatchNorm):
         for name, layer in layers.items():
             if isinstance(layer, SyncBatchNorm):
                 continue
-            _refuse_own_forward(name, layer, BatchNorm.forward, nn.SyncBatchNorm.forward)
+            _refuse_own_forward(name, layer)
             if isinstance(layer, LazyModuleMixin) or is_parametrized(layer):
                 raise TypeError(
                     f"cannot synchronize the batch norm {name!r} ({type(layer).__name__}), which "
@@ -191,8 +191,12 @@ def _become(cls: type[SyncBatchNorm], layer: Any, name: str, group: Group | None
     layer._join(group, f"batch norm {name!r}" if name else "batch norm")
 
 
-def _refuse_own_forward(name: str, layer: nn.Module, *known: Any) -> None:
-    if type(layer).forward not in known or "forward" in vars(layer):
+def _has_own_forward(layer: nn.Module, *known: Any) -> bool:
+    return type(layer).forward not in known or "forward" in vars(layer)
+
+
+def _refuse_own_forward(name: str, layer: nn.Module) -> None:
+    if _has_own_forward(layer, BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise TypeError(
             f"cannot synchronize the batch norm {name!r} ({type(layer).__name__}), which has a "
             "forward of its own; use a layer of torch.nn"
@@ -202,42 +206,95 @@ def _refuse_own_forward(name: str, layer: nn.Module, *known: Any) -> None:
 # --- the replicas of a wrapper ---------------------------------------------------------------
 
 
-def synchronize(group: LocalGroup, parts: Parts, replicas: Sequence[Counterparts]) -> None:
-    """Let the batch norm layers of clones use the statistics of the whole batch.
+def synchronize(
+    group_of: Callable[[nn.Module], LocalGroup | None],
+    parts: Parts,
+    replicas: Sequence[Counterparts],
+) -> None:
+    """Let norm layers of clones use the statistics of the whole batch.
 
-    Layers that are a :class:`SyncBatchNorm` stay as they are: they know their group. For each
-    replica there is its clone by the id of the original module.
+    ``group_of`` tells with whom a layer does; with None it stays as it is. So does a
+    :class:`SyncBatchNorm`, which knows its group. For each replica there is its clone by the id of
+    the original module.
     """
-    for name, module in zip(parts.names, parts.modules, strict=True):
-        if isinstance(module, nn.DataParallel):
-            raise TypeError(
-                f"cannot synchronize batch norm over the replicas of {name!r} "
-                "within replicas; unwrap the inner module"
-            )
-        if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
-            _refuse_own_forward(name, module, BatchNorm.forward)
-            for replica in replicas:
-                layer = replica[id(module)]
-                # Weak, since the layer is to hold this, and would hold itself through it.
-                layer.__dict__["forward"] = functools.partial(
-                    _forward_of_clone, weakref.ref(layer), group, f"batch norm {name!r}"
+    named = list(zip(parts.names, parts.modules, strict=True))
+    wrappers = [name for name, module in named if isinstance(module, nn.DataParallel)]
+    for name, module in named:
+        alone = isinstance(module, nn.SyncBatchNorm) and len(replicas) == 1
+        if alone or isinstance(module, InstanceNorm):
+            # One with a forward of its own does what that says.
+            wanted = not _has_own_forward(module, nn.SyncBatchNorm.forward, InstanceNorm.forward)
+        else:
+            wanted = isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm)
+        group = group_of(module) if wanted else None
+        if group is None:
+            continue
+        for wrapper in wrappers:
+            if not wrapper or name.startswith(f"{wrapper}."):
+                raise TypeError(
+                    f"cannot synchronize batch norm over the replicas of {wrapper!r} "
+                    "within replicas; unwrap the inner module"
                 )
+        forward: Any = _forward_of_instance_norm
+        if isinstance(module, BatchNorm):
+            _refuse_own_forward(name, module)
+            forward = _forward_of_batch_norm
+        for replica in replicas:
+            layer = replica[id(module)]
+            # Weak, since the layer is to hold this, and would hold itself through it.
+            layer.__dict__["forward"] = functools.partial(
+                forward, weakref.ref(layer), group, name, len(replicas)
+            )
 
 
 @untraced
-def _forward_of_clone(
-    reference: weakref.ref[BatchNorm], group: LocalGroup, label: str, input: Tensor
+def _forward_of_batch_norm(
+    reference: weakref.ref[BatchNorm], group: LocalGroup, name: str, replicas: int, input: Tensor
 ) -> Tensor:
-    layer = reference()
+    layer, label = reference(), f"batch norm {name!r}"
     assert layer is not None
+    if not layer.training and isinstance(layer, nn.SyncBatchNorm):
+        # In evaluation, processes exchange nothing, as in torch.
+        group = LocalGroup()
     uses_batch = layer.training or layer.running_mean is None
-    if uses_batch and current_replica() is None:
+    uses_batch = uses_batch and _has_others(group, label, replicas)
+    return _forward(layer, input, group, label, uses_batch=uses_batch)
+
+
+@untraced
+def _forward_of_instance_norm(
+    reference: weakref.ref[InstanceNorm], group: LocalGroup, name: str, replicas: int, input: Tensor
+) -> Tensor:
+    """Normalize each sample by itself; running statistics become the means over all samples."""
+    layer, label = reference(), f"instance norm {name!r}"
+    assert layer is not None
+    mean, variance = layer.running_mean, layer.running_var
+    shares = layer.training and mean is not None and _has_others(group, label, replicas)
+    output: Tensor = InstanceNorm.forward(layer, input)
+    if shares:
+        assert mean is not None and variance is not None
+        with torch.no_grad():
+            own = torch.cat((mean, variance)).to(torch.promote_types(mean.dtype, torch.float32))
+            # Those of no samples are nan.
+            own = own if len(input) else torch.zeros_like(own)
+            row = torch.cat((own, own.new_full((1,), len(input)))).unsqueeze(0)
+            rows = group.run(AllGather(dim=0, label=label), row)
+            counts = rows[:, -1:]
+            whole = (rows[:, :-1] * (counts / counts.sum())).sum(0)
+            mean.copy_(whole[: len(mean)])
+            variance.copy_(whole[len(mean) :])
+    return output
+
+
+def _has_others(group: LocalGroup, label: str, replicas: int) -> bool:
+    """Whether a layer of one of so many replicas has others to meet; refuses where it cannot."""
+    if replicas > 1 and current_replica() is None:
         raise RuntimeError(
             f"{label} is synchronized between replicas but was called outside of their forward, "
             "for example recomputed by activation checkpointing, where the other replicas cannot "
             "take part; leave synchronized layers out of the checkpointed part"
         )
-    return _forward(layer, input, group, label, uses_batch=uses_batch)
+    return replicas > 1 or (isinstance(group, HybridGroup) and not group.is_alone())
 
 
 # --- what it computes ------------------------------------------------------------------------

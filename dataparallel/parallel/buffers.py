@@ -13,26 +13,42 @@ so its version counter is left alone, as torch does it, and that backward is no 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dataparallel.comm as comm
-from dataparallel import torch_internals
+from dataparallel import devices, torch_internals
 from dataparallel.comm.link import ProcessLink
+from dataparallel.errors import listed
+from dataparallel.kernels.fingerprint import fingerprint
 from dataparallel.reducer.options import shared_tensors
 from dataparallel.reducer.verify import parts_of
+from dataparallel.replicas.clones import Counterparts, ModuleClones, Parts
+from dataparallel.torch_internals import BatchNorm, InstanceNorm, num_dispatch_modes
+
+if TYPE_CHECKING:
+    from dataparallel.collectives.groups import HybridGroup, LocalGroup
 
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
-#: statistics of the whole batch, so that all replicas write the same.
+#: statistics of the whole batch, and instance norm tracks them, so that all replicas write the
+#: same; of other buffers those of replica 0 are kept. With each of them ``torch.nn.SyncBatchNorm``
+#: uses the statistics of the whole batch.
 BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 
 #: As in torch; more is sent in several messages.
 MESSAGE_BYTES = 250 * 2**20
+
+_log = logging.getLogger("dataparallel")
+# What they write differs by chunk, or is synchronized; the log tells of that in another way.
+_OF_BATCH_NORMS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 # --- replicas --------------------------------------------------------------------------------
@@ -46,6 +62,182 @@ def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch
         return first
     shares = [v * (count / total) for v, count in zip(values, samples, strict=True)]
     return comm.reduce_add(shares, first.device)
+
+
+class BufferWatch:
+    """Tells the log, once each, which buffers of a module its replicas write differently.
+
+    Many modules write through ``.data``, so values are compared, by their fingerprints: after the
+    forwards 1, 2, 4, 8 and so on that train several replicas. No host waits for an accelerator: its
+    answer is read after a later forward.
+    """
+
+    def __init__(self, policy: BufferPolicy) -> None:
+        self._policy = policy
+        self._num_forwards = 0
+        self._told: set[str] = set()
+        self._has_told_of_batch_norm = False
+        # On their way from a device: whether the buffers of these names differ.
+        self._answers: list[tuple[list[str], torch.Tensor, torch.Event]] = []
+
+    def note_batch_norm(self, parts: Parts) -> None:
+        """Several replicas begin a forward: tell of batch norm that is not synchronized."""
+        if self._policy == "sync" or self._has_told_of_batch_norm:
+            return
+        named = zip(parts.names, parts.modules, strict=True)
+        names = [repr(n) for n, m in named if m.training and type(m).forward is BatchNorm.forward]
+        if names:
+            self._has_told_of_batch_norm = True
+            _log.warning(
+                "batch norm (%s) normalizes the chunk of each replica by itself; pass "
+                "buffers='sync' for the statistics of the whole batch, as without replicas",
+                listed(names),
+            )
+
+    def look(self, clones: ModuleClones) -> None:
+        """A forward has ended, and what replicas wrote is where they wrote it."""
+        if self._answers:
+            answers, self._answers = self._answers, []
+            for names, differs, event in answers:
+                if event.query():
+                    self._tell(clones.module, compress(names, differs.tolist()))
+                else:
+                    self._answers.append((names, differs, event))
+        if clones.module.training and clones.num_replicas > 1:
+            self._num_forwards += 1
+            # Somebody else may count or follow what is done.
+            if not (self._num_forwards & self._num_forwards - 1 or num_dispatch_modes()):
+                self._compare(clones)
+
+    @torch.no_grad()
+    def _compare(self, clones: ModuleClones) -> None:
+        by_place: dict[tuple[torch.device, ...], dict[str, list[torch.Tensor]]] = {}
+        for name, values in self._watched(clones):
+            by_place.setdefault(tuple(value.device for value in values), {})[name] = values
+        for (home, *_), found in by_place.items():
+            if devices.is_capturing(home):
+                continue
+            prints = [fingerprint(each).to(home) for each in zip(*found.values(), strict=True)]
+            differs = (torch.stack(prints[1:]) != prints[0]).any(0)
+            if devices.is_accelerator(home):
+                self._answers.append((list(found), *devices.to_host_later(differs)))
+            else:
+                self._tell(clones.module, compress(found, differs.tolist()))
+
+    def _watched(self, clones: ModuleClones) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Buffers that the policy may leave to replica 0, and nobody has told of."""
+        for module, name, values in clones.buffers_now():
+            if name in self._told or type(module).forward in _OF_BATCH_NORMS:
+                continue
+            kinds = {(v.dtype, v.shape) for v in values}
+            averages = values[0].is_floating_point() or values[0].is_complex()
+            if len(kinds) > 1:
+                self._tell(clones.module, [name])
+            elif not (self._policy == "mean" and averages) and all(map(_is_plain, values)):
+                yield name, [value.detach() for value in values]
+
+    def _tell(self, module: nn.Module, differing: Iterable[str]) -> None:
+        found = [name for name in differing if name not in self._told]
+        if not found:
+            return
+        self._told.update(found)
+        mean = "" if self._policy == "mean" else "pass buffers='mean' if a mean is right, or "
+        _log.warning(
+            "the forward of %s writes different values in each replica to the buffers %s; with "
+            "buffers=%r the module keeps those of replica 0, which come from its chunk alone: "
+            "%scompute them for the whole batch, as with dataparallel.collectives.all_reduce()",
+            type(module).__name__,
+            listed(map(repr, found)),
+            self._policy,
+            mean,
+        )
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    is_dense = buffer.layout == torch.strided and not (buffer.is_quantized or buffer.is_meta)
+    return is_dense and not torch_internals.is_wrapper(buffer)
+
+
+# --- statistics of the whole batch -----------------------------------------------------------
+
+
+class Members:
+    """With whom the norm layers in the replicas of a wrapper are synchronized.
+
+    Args:
+        policy: With ``"sync"`` all of them are; else those of ``torch.nn.SyncBatchNorm``.
+        processes: Those of the wrapper. Default: this one.
+        separate: Whether this process trains alone, whatever the default process group is.
+        timeout: Seconds that a process waits for the others. Default: as in its group.
+    """
+
+    def __init__(
+        self,
+        policy: BufferPolicy,
+        processes: dist.ProcessGroup | None = None,
+        *,
+        separate: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        self._policy, self._processes = policy, processes
+        self._separate, self._timeout = separate, timeout
+        # By process group; None is the default one, whenever it is made.
+        self._groups: dict[dist.ProcessGroup | None, HybridGroup] = {}
+
+    def of(self, layer: nn.Module) -> LocalGroup | None:
+        """The group of a layer; None if the layer is not synchronized."""
+        # Imported late: without it, no forward needs a collective.
+        from dataparallel.collectives.groups import HybridGroup, LocalGroup
+
+        if isinstance(layer, nn.SyncBatchNorm):
+            processes, alone = layer.process_group or None, self._separate
+        elif self._policy == "sync":
+            processes, alone = self._processes, True
+        else:
+            return None
+        if (processes is None and alone) or processes == dist.GroupMember.NON_GROUP_MEMBER:
+            return LocalGroup()
+        if processes not in self._groups:
+            self._groups[processes] = HybridGroup(processes, self._timeout)
+        return self._groups[processes]
+
+    def dress(self, watch: BufferWatch, parts: Parts, replicas: Sequence[Counterparts]) -> None:
+        """Let norm layers of clones do what their originals do with the whole batch."""
+        kinds = set(map(type, parts.modules))
+        if not any(issubclass(kind, (BatchNorm, InstanceNorm)) for kind in kinds):
+            return
+        if self._policy == "sync" or any(issubclass(kind, nn.SyncBatchNorm) for kind in kinds):
+            from dataparallel.collectives.batch_norm import synchronize
+
+            synchronize(self.of, parts, replicas)
+        if len(replicas) > 1:
+            watch.note_batch_norm(parts)
+
+    def spans_processes(self, module: nn.Module) -> bool:
+        """Whether a forward that trains the module waits for other processes."""
+        if self._policy == "sync" and self._processes is not None and self._processes.size() > 1:
+            return True
+        found = {self.of(part) for part in module.modules() if isinstance(part, nn.SyncBatchNorm)}
+        return any(group in found and not group.is_alone() for group in self._groups.values())
+
+    def close(self) -> None:
+        """Give the process groups back, in all processes."""
+        for group in self._groups.values():
+            group.close()
+
+
+def has_sync_batch_norm(module: nn.Module) -> bool:
+    """True if a module has a ``torch.nn.SyncBatchNorm``."""
+    return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+
+
+def runs_by_itself(module: nn.Module) -> bool:
+    """True if a module needs no clone where there is one replica and nothing to reduce.
+
+    With a process group torch's own synchronized batch norm refuses the CPU.
+    """
+    has_processes = dist.is_available() and dist.is_initialized()
+    return not (has_processes and has_sync_batch_norm(module))
 
 
 # --- processes -------------------------------------------------------------------------------

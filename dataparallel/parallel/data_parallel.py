@@ -476,7 +476,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         devices = [*(self.device_ids[index] for index in kept), *new]
         self.device_ids = devices
         self._runner.close()
-        self._runner = Runner(devices, self.buffer_policy, self.timeline)
+        self._runner = Runner(devices, self.buffer_policy, self.timeline, self._runner)
         self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
         if self._training is not None:
             self._training.use_devices(self)

@@ -34,7 +34,14 @@ from dataparallel.errors import chosen
 from dataparallel.graph.cut import Cuts, ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
-from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
+from dataparallel.parallel.buffers import (
+    BufferPolicy,
+    Members,
+    has_sync_batch_norm,
+    runs_by_itself,
+    send_buffers,
+    send_states,
+)
 from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
 from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.loss import Loss
@@ -58,7 +65,6 @@ from dataparallel.replicas.clones import check_placement, is_spread
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
-    from dataparallel.collectives.groups import HybridGroup
     from dataparallel.parallel.capture import Recorder
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -78,18 +84,22 @@ class Training:
     def __init__(self, model: DistributedDataParallel[Any]) -> None:
         module, options = model.module, model.options
         group, policy = options.process_group, model.buffer_policy
-        if policy == "sync" and options.average == "samples" and options.world_size > 1:
+        group = group if options.world_size > 1 or options.hook else None
+        self._members = Members(policy, group, separate=options.separate, timeout=options.timeout)
+        averages = options.average == "samples" and options.world_size > 1
+        if averages and self._members.spans_processes(module):
             raise ValueError(
-                "buffers='sync' over several processes and average='samples' do not go together: "
-                "the weights would come after backward, when gradients have gone through the "
-                "statistics to other processes; multiply the loss by its process's share of the "
-                "samples, and use average='none'"
+                "batch norm over several processes (buffers='sync', or torch.nn.SyncBatchNorm) and "
+                "average='samples' do not go together: the weights would come after backward, when "
+                "gradients have gone through the statistics to other processes; multiply the loss "
+                "by its process's share of the samples, and use average='none'"
             )
-        if options.capture and (model._spread or policy == "sync"):
+        waits = policy == "sync" or has_sync_batch_norm(module)
+        if options.capture and (model._spread or waits):
             raise ValueError(
-                "capture=True goes neither with buffers='sync', whose replicas wait for each "
-                "other, nor with a module whose layers are on several devices; leave one of them "
-                "out"
+                "capture=True goes neither with buffers='sync' or torch.nn.SyncBatchNorm, whose "
+                "replicas wait for each other, nor with a module whose layers are on several "
+                "devices; leave one of them out"
             )
         if not model._spread:
             check_placement(module, model.device_ids[0])
@@ -98,18 +108,13 @@ class Training:
         trained = set(self._trained.indices)
         self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
         self.processes: ReducerProcesses | None = None
-        self._batch_group: HybridGroup | None = None
-        if group is not None and (options.world_size > 1 or options.hook):
+        if group is not None:
             verify = functools.partial(verify_across_processes, module, self._trained, options)
             self.processes = ReducerProcesses(
                 group, options.timeout, model._progress, verify, hooked=options.hook is not None
             )
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
-            if policy == "sync":
-                from dataparallel.collectives.groups import HybridGroup
-
-                self._batch_group = HybridGroup(group, options.timeout)
         with self._as_made():
             leaves = self._make_leaves(model.device_ids)
             self.reducer = Reducer(
@@ -138,7 +143,7 @@ class Training:
             across_processes=self.processes is not None,
             timeline=model.timeline,
         )
-        self.clones = model._runner.make_clones(self._module, self.leaves, self._batch_group)
+        self.clones = model._runner.make_clones(self._module, self.leaves, self._members)
         self.direct = (
             len(devices) == 1
             and self.processes is None
@@ -146,6 +151,7 @@ class Training:
             and options.optimizers is None
             and options.nonfinite.action == "ignore"
             and not options.capture
+            and runs_by_itself(self._module)
         )
         self.recorder: Recorder | None = None
         if options.capture:
@@ -238,8 +244,7 @@ class Training:
 
     def close(self) -> None:
         """Remove all hooks and give the process groups back."""
-        if self._batch_group is not None:
-            self._batch_group.close()
+        self._members.close()
         self.reducer.close()
 
 

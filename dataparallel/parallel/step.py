@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,13 @@ from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.graph.functions import refuse_tangents
-from dataparallel.parallel.buffers import BufferPolicy, mean_buffer
+from dataparallel.parallel.buffers import (
+    BufferPolicy,
+    BufferWatch,
+    Members,
+    mean_buffer,
+    runs_by_itself,
+)
 from dataparallel.parallel.loss import TARGETS, Loss
 from dataparallel.replicas.clones import ModuleClones, Parts, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
@@ -33,7 +40,6 @@ from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline, mark_backwar
 from dataparallel.threads.workers import WorkerPools
 
 if TYPE_CHECKING:
-    from dataparallel.collectives.groups import HybridGroup
     from dataparallel.parallel.data_parallel import DataParallel
     from dataparallel.parallel.distributed import Training
 
@@ -45,10 +51,18 @@ class Runner:
     """The clones and the worker threads of one wrapper; calls may be nested, and in threads."""
 
     def __init__(
-        self, devices: Sequence[torch.device], policy: BufferPolicy, timeline: Timeline
+        self,
+        devices: Sequence[torch.device],
+        policy: BufferPolicy,
+        timeline: Timeline,
+        before: Runner | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._policy = policy
+        self._members: Members = before._members if before else Members(policy)
+        # Of the model and of criteria.
+        self._watches: weakref.WeakKeyDictionary[nn.Module, BufferWatch]
+        self._watches = before._watches if before else weakref.WeakKeyDictionary()
         self._timeline = timeline
         self._pools = WorkerPools()
         # The kinds of calls that compile nothing.
@@ -108,20 +122,18 @@ class Runner:
         self,
         module: nn.Module,
         leaves: ReplicaParameters | None = None,
-        group: HybridGroup | None = None,
+        members: Members | None = None,
     ) -> ModuleClones:
-        """Clones whose buffers are treated as the policy says; ``group``: who has the batch."""
+        """Clones whose buffers are treated as the policy says; ``members``: who has the batch."""
         # A mean is written to the original, which must not be what a replica saved for backward.
         is_mean = self._policy == "mean" and len(self.devices) > 1
-        dress = None
-        if self._policy == "sync":
-            # Imported late: without it, no forward needs a collective.
-            from dataparallel.collectives.batch_norm import synchronize
-            from dataparallel.collectives.groups import LocalGroup
-
-            dress = functools.partial(synchronize, group or LocalGroup())
         sharing: Sharing = "none" if is_mean else "first"
+        dress = functools.partial((members or self._members).dress, self._watch(module))
         return ModuleClones(module, self.devices, sharing, leaves=leaves, dress=dress)
+
+    def _watch(self, module: nn.Module) -> BufferWatch:
+        found = self._watches.get(module)
+        return found or self._watches.setdefault(module, BufferWatch(self._policy))
 
     def _take_idle(self, module: nn.Module) -> ModuleClones | None:
         """Clones of a module that no forward uses, out of what several threads may take from."""
@@ -143,6 +155,7 @@ class Runner:
         try:
             yield
             clones.check()
+            self._watch(clones.module).look(clones)
             if self._policy == "mean" and len(self.devices) > 1:
                 clones.merge_buffers(functools.partial(mean_buffer, sizes))
             clones.commit()
@@ -206,7 +219,10 @@ def _run(
     runner, loss, training = model._runner, call.loss, call.training
     # Nobody is told of phases where nobody listens.
     timeline = model.timeline if model.timeline.listeners else None
-    direct = len(runner.devices) == 1 if training is None else training.direct
+    if training is None:
+        direct = len(runner.devices) == 1 and runs_by_itself(model.module)
+    else:
+        direct = training.direct
     if not direct and torch_internals.forward_mode_level() >= 0:
         module = model.module
         held = *module.parameters(), *module.buffers(), *Parts(module).loose_tensors()

@@ -30,7 +30,7 @@ import logging
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -415,6 +415,21 @@ class ModuleClones:
             fill(module, counterparts[id(module)], names, counterparts)
         clone: nn.Module = counterparts[id(self.module)]
         return clone
+
+    @property
+    def num_replicas(self) -> int:
+        """How many clones the last forward has."""
+        return self._num_replicas
+
+    def buffers_now(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
+        """Per buffer that all replicas have: whose it is in the original, its name, its values."""
+        assert self._parts is not None
+        for path, module in zip(self._parts.names, self._parts.modules, strict=True):
+            clones = [replica[id(module)] for replica in self._counterparts[: self._num_replicas]]
+            for name in clones[0]._buffers:
+                values = [clone._buffers.get(name) for clone in clones]
+                if all(value is not None for value in values):
+                    yield module, f"{path}.{name}" if path else name, values
 
     def buffers_of(self, replica: int) -> list[torch.Tensor]:
         """What a replica has in this forward in place of the module's buffers."""
