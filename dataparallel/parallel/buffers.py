@@ -27,7 +27,6 @@ import dataparallel.comm as comm
 from dataparallel import devices, torch_internals
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import listed
-from dataparallel.kernels.fingerprint import fingerprint
 from dataparallel.reducer.options import shared_tensors
 from dataparallel.reducer.verify import parts_of
 from dataparallel.replicas.clones import Counterparts, ModuleClones, Parts
@@ -47,6 +46,11 @@ BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 MESSAGE_BYTES = 250 * 2**20
 
 _log = logging.getLogger("dataparallel")
+# Elements that are compared at once.
+_PIECE = 2**22
+# Numbers that are rounded, and where they are compared.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_WIDE |= {t: t for t in (torch.float32, torch.float64, torch.complex64, torch.complex128)}
 # What they write differs by chunk, or is synchronized; the log tells of that in another way.
 _OF_BATCH_NORMS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -57,8 +61,7 @@ _OF_BATCH_NORMS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The mean of a buffer, weighted by samples; that of replica 0 if it cannot be averaged."""
     first, total = values[0], sum(samples)
-    averages = first.is_floating_point() or first.is_complex()
-    if not (total and averages and all(value.shape == first.shape for value in values)):
+    if not (total and _averages(first) and all(value.shape == first.shape for value in values)):
         return first
     shares = [v * (count / total) for v, count in zip(values, samples, strict=True)]
     return comm.reduce_add(shares, first.device)
@@ -67,9 +70,9 @@ def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch
 class BufferWatch:
     """Tells the log, once each, which buffers of a module its replicas write differently.
 
-    Many modules write through ``.data``, so values are compared, by their fingerprints: after the
-    forwards 1, 2, 4, 8 and so on that train several replicas. No host waits for an accelerator: its
-    answer is read after a later forward.
+    Many modules write through ``.data``, so values are compared: after the forwards 1, 2, 4, 8 and
+    so on that train several replicas. No host waits for an accelerator: its answer is read after a
+    later forward.
     """
 
     def __init__(self, policy: BufferPolicy) -> None:
@@ -111,15 +114,13 @@ class BufferWatch:
 
     @torch.no_grad()
     def _compare(self, clones: ModuleClones) -> None:
-        by_place: dict[tuple[torch.device, ...], dict[str, list[torch.Tensor]]] = {}
-        for name, values in self._watched(clones):
-            by_place.setdefault(tuple(value.device for value in values), {})[name] = values
-        for (home, *_), found in by_place.items():
-            if devices.is_capturing(home):
-                continue
-            prints = [fingerprint(each).to(home) for each in zip(*found.values(), strict=True)]
-            differs = (torch.stack(prints[1:]) != prints[0]).any(0)
-            if devices.is_accelerator(home):
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, (first, *others) in self._watched(clones):
+            if not devices.is_capturing(first.device):
+                by_device.setdefault(first.device, {})[name] = _differ(first, others)
+        for device, found in by_device.items():
+            differs = torch.stack(list(found.values()))
+            if devices.is_accelerator(device):
                 self._answers.append((list(found), *devices.to_host_later(differs)))
             else:
                 self._tell(clones.module, compress(found, differs.tolist()))
@@ -130,11 +131,11 @@ class BufferWatch:
             if name in self._told or type(module).forward in _OF_BATCH_NORMS:
                 continue
             kinds = {(v.dtype, v.shape) for v in values}
-            averages = values[0].is_floating_point() or values[0].is_complex()
+            averages = self._policy == "mean" and _averages(values[0])
             if len(kinds) > 1:
                 self._tell(clones.module, [name])
-            elif not (self._policy == "mean" and averages) and all(map(_is_plain, values)):
-                yield name, [value.detach() for value in values]
+            elif not averages and all(map(_is_plain, values)):
+                yield name, values
 
     def _tell(self, module: nn.Module, differing: Iterable[str]) -> None:
         found = [name for name in differing if name not in self._told]
@@ -155,7 +156,33 @@ class BufferWatch:
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     is_dense = buffer.layout == torch.strided and not (buffer.is_quantized or buffer.is_meta)
-    return is_dense and not torch_internals.is_wrapper(buffer)
+    return is_dense and buffer.numel() > 0 and not torch_internals.is_wrapper(buffer)
+
+
+def _differ(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether numbers differ by more than the rounding of replicas with other numbers of threads.
+
+    A piece at a time, so that it takes little memory.
+    """
+    # Not all others can be compared, but all have bytes.
+    wide = _WIDE.get(first.dtype)
+    found = torch.zeros((), dtype=torch.bool, device=first.device)
+    for pieces in zip(
+        *[torch.split(one.reshape(-1), _PIECE) for one in (first, *others)], strict=True
+    ):
+        flat = [piece.to(first.device) for piece in pieces]
+        a, *rest = (one.to(wide) if wide else one.view(torch.uint8) for one in flat)
+        for b in rest:
+            unequal = a != b
+            if wide:
+                rounding = torch.finfo(first.dtype).eps ** 0.75 * a.abs().nan_to_num(0, 0, 0).amax()
+                unequal &= ~((a - b).abs() <= rounding) & ~(a.isnan() & b.isnan())
+            found |= unequal.any()
+    return found
+
+
+def _averages(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 # --- statistics of the whole batch -----------------------------------------------------------
