@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, collectives, virtual
+from dataparallel import DataParallel, DistributedDataParallel, collectives, data_parallel, virtual
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 TWO = ["virtual:0", "virtual:1"]
@@ -150,6 +150,15 @@ def test_what_begins_late_is_found_too(slots: list[str], wrapper: Any, said: Any
     run(model, 5)
     (text,) = said()
     assert "'table'" in text and "'count'" not in text
+
+
+def test_wrappers_of_one_module_say_it_once(said: Any) -> None:
+    net = Keeps(counted)
+    for _ in range(3):
+        data_parallel(net, torch.randn(8, 3), ["cpu"] * 3)
+    assert len(said()) == 1
+    DataParallel(net, ["cpu"] * 3, buffers="mean")(torch.randn(8, 3))
+    assert len(said()) == 1
 
 
 def test_a_criterion_with_buffers(said: Any) -> None:

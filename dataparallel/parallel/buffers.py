@@ -14,6 +14,7 @@ so its version counter is left alone, as torch does it, and that backward is no 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
@@ -68,7 +69,7 @@ def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch
 
 
 class BufferWatch:
-    """Tells the log, once each, which buffers of a module its replicas write differently.
+    """Tells the log, once each, which buffers of one module its replicas write differently.
 
     Many modules write through ``.data``, so values are compared: after the forwards 1, 2, 4, 8 and
     so on that train several replicas. No host waits for an accelerator: its answer is read after a
@@ -76,7 +77,7 @@ class BufferWatch:
     """
 
     def __init__(self, policy: BufferPolicy) -> None:
-        self._policy = policy
+        self._policy: BufferPolicy = policy
         self._num_forwards = 0
         self._told: set[str] = set()
         self._has_told_of_batch_norm = False
@@ -154,6 +155,12 @@ class BufferWatch:
         )
 
 
+def watch_of(module: nn.Module, policy: BufferPolicy) -> BufferWatch:
+    """What tells of a module's buffers, by whatever wrappers it is run."""
+    watches = _watches.setdefault(module, {})
+    return watches.get(policy) or watches.setdefault(policy, BufferWatch(policy))
+
+
 def _is_plain(buffer: torch.Tensor) -> bool:
     is_dense = buffer.layout == torch.strided and not (buffer.is_quantized or buffer.is_meta)
     return is_dense and buffer.numel() > 0 and not torch_internals.is_wrapper(buffer)
@@ -183,6 +190,10 @@ def _differ(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor
 
 def _averages(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
+
+
+_watches: weakref.WeakKeyDictionary[nn.Module, dict[BufferPolicy, BufferWatch]]
+_watches = weakref.WeakKeyDictionary()
 
 
 # --- statistics of the whole batch -----------------------------------------------------------

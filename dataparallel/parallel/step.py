@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,10 +25,10 @@ from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.parallel.buffers import (
     BufferPolicy,
-    BufferWatch,
     Members,
     mean_buffer,
     runs_by_itself,
+    watch_of,
 )
 from dataparallel.parallel.loss import TARGETS, Loss
 from dataparallel.replicas.clones import ModuleClones, Parts, check_placement
@@ -60,9 +59,6 @@ class Runner:
         self.devices = tuple(devices)
         self._policy = policy
         self._members: Members = before._members if before else Members(policy)
-        # Of the model and of criteria.
-        self._watches: weakref.WeakKeyDictionary[nn.Module, BufferWatch]
-        self._watches = before._watches if before else weakref.WeakKeyDictionary()
         self._timeline = timeline
         self._pools = WorkerPools()
         # The kinds of calls that compile nothing.
@@ -128,12 +124,9 @@ class Runner:
         # A mean is written to the original, which must not be what a replica saved for backward.
         is_mean = self._policy == "mean" and len(self.devices) > 1
         sharing: Sharing = "none" if is_mean else "first"
-        dress = functools.partial((members or self._members).dress, self._watch(module))
+        watch = watch_of(module, self._policy)
+        dress = functools.partial((members or self._members).dress, watch)
         return ModuleClones(module, self.devices, sharing, leaves=leaves, dress=dress)
-
-    def _watch(self, module: nn.Module) -> BufferWatch:
-        found = self._watches.get(module)
-        return found or self._watches.setdefault(module, BufferWatch(self._policy))
 
     def _take_idle(self, module: nn.Module) -> ModuleClones | None:
         """Clones of a module that no forward uses, out of what several threads may take from."""
@@ -155,7 +148,7 @@ class Runner:
         try:
             yield
             clones.check()
-            self._watch(clones.module).look(clones)
+            watch_of(clones.module, self._policy).look(clones)
             if self._policy == "mean" and len(self.devices) > 1:
                 clones.merge_buffers(functools.partial(mean_buffer, sizes))
             clones.commit()
