@@ -168,6 +168,33 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
     return total
 
 
+class PerSample(nn.Module):
+    """A mean over samples of each one's mean over its labels; at first all losses are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 8), nn.Linear(8, 31)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids))
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return {"loss": (losses.sum(1) / (labels != -100).sum(1)).mean(), "logits": logits}
+
+
+class Regression(nn.Module):
+    """A mean over samples, whose labels are integers, of which -100 is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(input_ids.to(self.layer.weight.dtype) / 31).squeeze(1)
+        return {"loss": (logits - labels).div(100).pow(2).mean(), "logits": logits}
+
+
 Rows = Callable[[int], list[dict[str, Any]]]
 CASES: dict[str, tuple[Make, Rows, dict[str, Any]]] = {
     "gpt2": (gpt2, samples, {}),
@@ -182,6 +209,8 @@ CASES: dict[str, tuple[Make, Rows, dict[str, Any]]] = {
         functools.partial(classes, ignored=(3,)),
         {},
     ),
+    "mean of means": (PerSample, samples, {}),
+    "integers that are no classes": (Regression, functools.partial(classes, ignored=(12,)), {}),
     "smoothed": (gpt2, samples, {"label_smoothing_factor": 0.1}),
     "smoothed classes": (
         functools.partial(bert, "SequenceClassification"),
@@ -319,7 +348,7 @@ def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
 
 
 class Restless(nn.Module):
-    """Draws random numbers, and writes a buffer and an attribute, in any mode."""
+    """Draws random numbers, and writes a buffer and attributes, in any mode."""
 
     calls: Tensor
 
@@ -328,10 +357,12 @@ class Restless(nn.Module):
         self.layer, self.drop, self.mixes = nn.Linear(9, 3), nn.Dropout(0.5), mixes
         self.register_buffer("calls", torch.zeros(()))
         self.last: Any = None
+        self.sum = torch.zeros(())
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         assert labels is not None
         self.calls += 1
+        self.sum += 1
         self.last = torch.rand(())
         logits = self.layer(self.drop(input_ids.float()))
         logits = logits - logits.mean(0) * 0.1 if self.mixes else logits
@@ -346,7 +377,7 @@ def test_comparing_changes_nothing(tmp_path: pathlib.Path) -> None:
 
     def look(*_: Any) -> None:
         attributes = [dict(vars(module)) for module in net.modules()]
-        seen.append([torch.get_rng_state(), *net.state_dict(keep_vars=False).values()])
+        seen.append([torch.get_rng_state(), net.sum, *net.state_dict().values()])
         seen[-1] = [[each.clone() for each in seen[-1]], attributes]
 
     class Looks(Trainer):

@@ -8,21 +8,29 @@ they are given, over the labels of the chunk, over these without the first, or o
 Neither a signature nor a docstring tells which. So the bare model runs on two samples, together and
 one by one. The gradient of the loss by the logits shows how much each sample counts, exactly, and
 also whether the loss mixes samples, so that no sum over chunks is the batch's.
+
+Where two rules are equal on a batch, such as labels and samples if no label is ignored, the next
+batch on which they differ decides. To see that costs a wait for the device at each forward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel.batch.tree import flatten
+from dataparallel.errors import describe_names
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.random import default_generator
+
+_log = logging.getLogger("dataparallel")
 
 #: The rule of losses that add up; the others are named after what they count in a chunk.
 _SUM = "sum"
@@ -40,42 +48,54 @@ class _Known(NamedTuple):
 class ChunkLosses:
     """What the loss of a chunk counts; see Note [How losses of chunks make the batch's].
 
-    It is the wrapper's ``scalars=``, and :meth:`before` a hook on its forward.
+    It is the wrapper's ``scalars=``, and :meth:`before` a hook on its forward. The loss is the
+    first 0-d output. ``labels`` are names of arguments; None: each tensor of integers may hold
+    labels. ``remedy`` tells what to do about losses that cannot be put together. If ``lenient``,
+    random numbers, and other 0-d outputs that cannot be put together, are warned of.
     """
 
     def __init__(
-        self, labels: Sequence[str], model: nn.Module, autocast: Callable[[], Any]
+        self,
+        model: nn.Module,
+        labels: Sequence[str] | None,
+        autocast: Callable[[], Any],
+        remedy: str,
+        *,
+        lenient: bool = False,
     ) -> None:
         config = getattr(model, "config", None)
         self._ignored = getattr(config, "semantic_loss_ignore_index", -100)
-        self._labels = dict.fromkeys([*labels, "labels", "shift_labels"])
-        self._model, self._autocast = model, autocast
-        self._known: dict[frozenset[str], _Known] = {}
+        self._model, self._labels, self._autocast = model, labels, autocast
+        self._remedy, self._lenient = remedy, lenient
+        self._known: dict[Hashable, _Known] = {}
 
     def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         """What a chunk counts in the mean of losses; None where losses add up."""
-        given = {**kwargs, "num_items_in_batch": num_items_in_batch}
-        known = self._known.get(_names(given))
+        kwargs["num_items_in_batch"] = num_items_in_batch
+        known = self._known.get(_kind(args, kwargs))
         rule = known.rules[0] if known else _SUM
-        return None if rule == _SUM else self._counts(args, given)[rule].sum()
+        return None if rule == _SUM else self._counts(args, kwargs)[rule].sum()
 
     def before(self, wrapper: DataParallel[Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Find out about a batch what is not known yet; a hook before the wrapper's forward."""
-        names = _names(kwargs)
-        known = self._known.get(names)
+        known = self._known.get(_kind(args, kwargs))
         several = len(wrapper.device_ids) > 1 and bool(_with_dims(flatten((args, kwargs))[0]))
         if several and (known is None or len(known.rules) > 1):
             counts = self._counts(args, kwargs)
             known = known or _Known([*counts, _SUM])
-            self._known[names] = self._compare(args, kwargs, known, counts)
+            self._known[_kind(args, kwargs)] = self._compare(args, kwargs, known, counts)
 
     def _counts(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """By rule what each sample counts."""
         counts: dict[str, Tensor] = {}
-        first = _with_dims(flatten((args, kwargs))[0])[0]
-        for name in self._labels:
-            value = kwargs.get(name)
-            if not isinstance(value, Tensor) or value.is_floating_point() or not value.dim():
+        leaves, structure = flatten((args, kwargs))
+        first = _with_dims(leaves)[0]
+        if self._labels is None:
+            named = dict(zip(structure.paths("arguments"), leaves, strict=True))
+        else:
+            named = {name: kwargs.get(name) for name in self._labels}
+        for name, value in named.items():
+            if not _with_dims([value]) or value.is_floating_point() or len(value) != len(first):
                 continue
             valid = (value != self._ignored).long()
             counts[f"labels in {name}"] = valid.view(len(valid), -1).sum(1)
@@ -98,34 +118,63 @@ class ChunkLosses:
         shares = (table[:, ours] / (table[:, ours] + table[:, theirs]).clamp_min(1)).tolist()
         weights = {rule: (share, 1 - share) for rule, share in zip(means, shares, strict=True)}
         weights[_SUM] = (1.0, 1.0)
-        with _left_as_it_is(self._model), self._autocast(), torch.enable_grad():
+        with _left_as_it_is(self._model) as draws, self._autocast(), torch.enable_grad():
             pieces = [ours, theirs], [ours], [theirs]
             ran = [_run(self._model, args, kwargs, rows) for rows in pieces]
+            is_random = draws()
         if not ran[0].scalars:
             return _Known([_SUM])
-        off = {rule: _distance(weights[rule], *ran) for rule in known.rules}
-        best = min(off.values())
-        if best > 1:
-            _refuse(weights, [float(each.scalars[0]) for each in ran])
-        rules = sorted((rule for rule in off if off[rule] <= 4 * best + 1e-4), key=off.__getitem__)
-        return _Known(rules, apart)
+        if is_random and self._lenient:
+            _log.warning(
+                "%s draws random numbers, so nothing can be compared, and the losses of chunks are "
+                "averaged by samples. %s",
+                _name(args),
+                self._remedy,
+            )
+            return _Known(["samples"])
+        off = {rule: _distances(weights[rule], *ran) for rule in known.rules}
+        return _Known(self._decide(args, weights, off, ran), apart)
+
+    def _decide(
+        self,
+        args: Any,
+        weights: Mapping[str, Sequence[float]],
+        off: Mapping[str, Mapping[str, float]],
+        ran: Sequence[_Ran],
+    ) -> Sequence[str]:
+        """The rules that explain the loss of two samples by those of each, the best first."""
+        loss = next(iter(ran[0].scalars))
+        best = min(off, key=lambda rule: off[rule][loss])
+        others = [name for name in off[best] if name != loss and off[best][name] > 1]
+        if others and self._lenient:
+            _log.warning(
+                "%s: %s of the batch is not the mean of that of the chunks, as the loss is, and "
+                "replicas give that mean; compute it from outputs of the whole batch",
+                _name(args),
+                describe_names(others),
+            )
+        if off[best][loss] > 1 or (others and not self._lenient):
+            tried = "; ".join(f"{rule}: {a:.3g} and {b:.3g}" for rule, (a, b) in weights.items())
+            both, one, other = (float(each.scalars[loss]) for each in ran)
+            raise ValueError(
+                f"the loss of two samples is {both:.6g}, and of each alone {one:.6g} and "
+                f"{other:.6g}. No known weights of these two ({tried}) make the former, its "
+                "gradient and the other 0-d outputs. So the losses of chunks do not make that of "
+                "the batch: the loss mixes samples, adds means over different things, or depends "
+                f"on random numbers. {self._remedy}"
+            )
+        most = 4 * off[best][loss] + 1e-4
+        return sorted((x for x in off if off[x][loss] <= most), key=lambda x: off[x][loss])
 
 
-def _refuse(weights: Mapping[str, Sequence[float]], losses: Sequence[float]) -> None:
-    """Refuse losses that cannot be put together."""
-    tried = "; ".join(f"{rule}: {a:.3g} and {b:.3g}" for rule, (a, b) in weights.items())
-    raise ValueError(
-        f"the model's loss of two samples is {losses[0]:.6g}, and of each alone {losses[1]:.6g} "
-        f"and {losses[2]:.6g}. No known weights of these two ({tried}) make the former, its "
-        "gradient and the other 0-d outputs. So the losses of chunks do not make that of the "
-        "batch: the model mixes samples, adds means over different things, or draws random "
-        "numbers. Pass compute_loss_func=, which gets the outputs of the whole batch; or, if you "
-        'know what chunks count, wrapper_options={"scalars": ...}'
-    )
+def _kind(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
+    """What calls have in common whose losses are made in the same way."""
+    given = frozenset([name for name, value in kwargs.items() if value is not None])
+    return given, *(value for value in args if isinstance(value, str))
 
 
-def _names(given: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset([name for name, value in given.items() if value is not None])
+def _name(args: Any) -> str:
+    return next((value for value in args if isinstance(value, str)), "the model")
 
 
 def _with_dims(leaves: Sequence[Any]) -> list[Tensor]:
@@ -151,7 +200,7 @@ class _Ran(NamedTuple):
     """What a model made of some samples."""
 
     #: The 0-d outputs, the loss first.
-    scalars: Sequence[Tensor]
+    scalars: Mapping[str, Tensor]
     #: The gradients of the loss by other outputs.
     gradients: Sequence[Tensor]
 
@@ -161,57 +210,74 @@ def _run(model: nn.Module, args: Any, kwargs: Mapping[str, Any], rows: list[int]
     size = len(_with_dims(leaves)[0])
     picked = [x[rows] if _with_dims([x]) and len(x) == size else x for x in leaves]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    found = torch.func.functional_call(model, buffers, *structure.rebuild(picked))
-    outputs = [x for x in flatten(found)[0] if isinstance(x, Tensor) and x.is_floating_point()]
-    scalars = [output for output in outputs if not output.dim()]
-    logits = [x for x in _with_dims(outputs) if len(x) == len(rows) and x.requires_grad]
-    gradients: Sequence[Any] = ()
-    if scalars and scalars[0].requires_grad and logits:
-        gradients = torch.autograd.grad(scalars[0], logits, materialize_grads=True)
-    return _Ran([scalar.detach() for scalar in scalars], gradients)
+    found, built = flatten(torch.func.functional_call(model, buffers, *structure.rebuild(picked)))
+    outputs = {
+        name: x
+        for name, x in zip(built.paths("outputs"), found, strict=True)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
+    scalars = {name: x for name, x in outputs.items() if not x.dim()}
+    loss = next(iter(scalars.values()), None)
+    logits = _with_dims(list(outputs.values()))
+    logits = [x for x in logits if len(x) == len(rows) and x.requires_grad]
+    gradients: Sequence[Tensor] = ()
+    if loss is not None and loss.requires_grad and logits:
+        gradients = torch.autograd.grad(loss, logits, materialize_grads=True)
+    return _Ran({name: x.detach() for name, x in scalars.items()}, gradients)
 
 
-def _distance(weights: Sequence[float], both: _Ran, *each: _Ran) -> float:
-    """How far two samples are from the weighted sum of each; up to 1 it may be rounding."""
-    # What has no weight may be no number.
-    scalars = [
-        sum(w * part.double() for w, part in zip(weights, parts, strict=True) if w)
-        for parts in zip(*(one.scalars for one in each), strict=True)
-    ]
-    pairs: list[Any] = list(zip(both.scalars, scalars, strict=True))
-    for whole, *parts in zip(both.gradients, *(one.gradients for one in each), strict=True):
-        for row, part, w in zip(whole, parts, weights, strict=True):
-            if part[0].shape == row.shape:
-                pairs.append((row, part[0].double() * w if w else torch.zeros_like(row)))
-    least = 1e-3 * max([float(g.double().norm()) for g in both.gradients], default=0.0)
-    gaps = [_gap(found, expected, least) for found, expected in pairs]
-    tolerance = 5e-2 if any(found.dtype.itemsize < 4 for found, _ in pairs) else 1e-3
-    return max(gaps) / tolerance
+def _distances(weights: Sequence[float], both: _Ran, *each: _Ran) -> dict[str, float]:
+    """How far two samples are from the weighted sum of each, by output; up to 1 it is rounding."""
+    tensors = [*both.scalars.values(), *both.gradients]
+    tolerance = 5e-2 if any(x.dtype.itemsize < 4 for x in tensors) else 1e-3
+    off = {}
+    for name, whole in both.scalars.items():
+        # What has no weight may be no number.
+        parts = [w * r.scalars[name].double() for w, r in zip(weights, each, strict=True) if w]
+        off[name] = _gap(whole, torch.stack(parts).sum()) / tolerance
+    least = 1e-3 * max([float(x.double().norm()) for x in both.gradients], default=0.0)
+    loss = next(iter(off))
+    for whole, *rows in zip(both.gradients, *(ran.gradients for ran in each), strict=True):
+        for found, row, w in zip(whole, rows, weights, strict=True):
+            if found.shape == row[0].shape:
+                expected = w * row[0].double() if w else torch.zeros_like(found)
+                off[loss] = max(off[loss], _gap(found, expected, least) / tolerance)
+    return off
 
 
-def _gap(found: Tensor, expected: Tensor, least: float) -> float:
+def _gap(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """The distance between two tensors, relative to the larger one."""
     size = max(float(found.double().norm()), float(expected.norm()), least)
     gap = float((found.double() - expected).norm())
     return math.inf if math.isnan(gap) else gap / (size or 1.0)
 
 
 @contextlib.contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Evaluate a module within the ``with`` block, and leave nothing of it changed."""
+def _left_as_it_is(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Evaluate a module within the ``with`` block, and leave nothing of it changed.
+
+    Gives what tells whether random numbers have been drawn.
+    """
     homes = {torch.device("cpu"), *(parameter.device for parameter in model.parameters())}
-    generators = [each for each in map(default_generator, homes) if each is not None]
-    states = [each.get_state() for each in generators]
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    generators = [own for own in map(default_generator, homes) if own is not None]
+    states = [(own, own.get_state()) for own in generators]
+    # Attributes, and what is in their lists and dicts.
+    tables = [vars(module) for module in model.modules()]
+    values = [*tables, *(value for table in tables for value in table.values())]
+    kept = [(x, copy.copy(x)) for x in values if type(x) in (dict, list)]
+    tensors = [(x, x.clone()) for x in values if isinstance(x, Tensor) and not x.requires_grad]
     model.eval()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_to_host, lambda kept: kept[1].to(kept[0])):
-            yield
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, lambda pair: pair[1].to(pair[0])):
+            yield lambda: not all(own.get_state().equal(state) for own, state in states)
     finally:
-        for own, before in attributes:
-            own.clear()
-            own.update(before)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for value, before in kept:
+            value.clear()
+            (value.update if isinstance(value, dict) else value.extend)(before)
+        for tensor, content in tensors:
+            tensor.copy_(content)
+        for own, state in states:
+            own.set_state(state)
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

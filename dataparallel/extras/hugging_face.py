@@ -18,6 +18,12 @@ with needs_extra("trainer"):
 __all__ = ["ReplicasMixin", "Trainer"]
 
 
+_REMEDY = (
+    "Pass compute_loss_func=, which gets the outputs of the whole batch; or, if you know what "
+    'chunks count, wrapper_options={"scalars": ...}'
+)
+
+
 class ReplicasMixin:
     """What lets any class of Hugging Face that is a ``Trainer`` use all devices of its process.
 
@@ -60,7 +66,8 @@ class ReplicasMixin:
                 "and the devices as device_ids=[...]"
             )
         if self._wrapper is None or self._wrapper.module is not self.model:
-            losses = ChunkLosses(self.label_names, self.model, self.accelerator.autocast)
+            labels = [*dict.fromkeys([*self.label_names, "labels", "shift_labels"])]
+            losses = ChunkLosses(self.model, labels, self.accelerator.autocast, _REMEDY)
             options = {"scalars": losses, **self._wrapper_options}
             wrapper = DistributedDataParallel(self.model, self._device_ids, **options)
             if options["scalars"] is losses:

@@ -149,6 +149,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 "no accelerator was found: one replica on the CPU; ask for more with "
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
+        if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
+            _log.warning(
+                "Lightning's Trainer takes no wrapper of a LightningModule; give it the module and "
+                "strategy=dataparallel.extras.lightning.Replicas(), or wrap the network inside"
+            )
         self.module = module
         hooks: Any = self
         hooks.register_state_dict_post_hook(DataParallel._finish_state)
