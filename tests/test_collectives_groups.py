@@ -93,6 +93,12 @@ def refuse(rank: int, world_size: int) -> list[str]:
         *((ranks, ValueError, missing) for ranks in ([0, 1, 2, 3], [0, -1], [0, 1, 1], [], (0, 5))),
         ([(rank + 1) % 3], ValueError, missing),
         ([[(rank + 1) % 3]], ValueError, missing),
+        (
+            [[0, 1], [2]],
+            ValueError,
+            r"have one length.*got \[\[0, 1\], \[2\]\]; pass the list with",
+        ),
+        ([[0, 1], [1, 2]], ValueError, "no rank is in two of them"),
         ([0, [5]], TypeError, "not supported between"),
         (["0", "1"], TypeError, "requires string"),
         (mesh, RuntimeError, "2 dimensions"),
@@ -125,6 +131,21 @@ def refuse(rank: int, world_size: int) -> list[str]:
 
 def test_bad_groups_are_refused_with_a_reason(cluster: Cluster) -> None:
     assert cluster.run(refuse, 3) == [[]] * 3
+
+
+def refuse_lists(rank: int, world_size: int) -> None:
+    """Torch, too, refuses lists of several lengths where the own list is a group. Three ranks."""
+    row, _ = new_group([0, 1]), new_group([2])
+    for lists in ([[0, 1], [2]], [[0, 1], [1, 2]]):
+        with pytest.raises(ValueError, match=r"have one length, and no rank .* got \[\[0, 1\], \["):
+            functional.all_reduce(torch.ones(1), "sum", lists)
+    if rank < 2:
+        assert resolve([[0, 1]]) == row.group_name
+    dist.barrier()
+
+
+def test_lists_that_are_no_groups_are_refused_in_all_ranks(cluster: Cluster) -> None:
+    cluster.run(refuse_lists, 3)
 
 
 def avoid_links(rank: int, world_size: int) -> None:

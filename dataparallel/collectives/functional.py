@@ -679,6 +679,13 @@ def resolve(group: Group, tag: str = "") -> str | LocalGroup:
 def _name_of_ranks(given: Sequence[Any], tag: str) -> str:
     here = dist.get_rank()
     lists = [entry for entry in given if isinstance(entry, Sequence)] or [given]
+    members = [rank for ranks in lists for rank in ranks]
+    # The ranks of a list that is a group would wait for others, which refuse theirs.
+    if len(lists) > 1 and (len({*map(len, lists)}) > 1 or len({*members}) < len(members)):
+        raise ValueError(
+            f"lists of ranks have one length, and no rank is in two of them, but got {given!r}; "
+            "pass the list with this rank alone"
+        )
     mine = [ranks for ranks in lists if here in ranks]
     ranks = sorted(mine[0] if mine else given)
     # Torch marks tags that users have given.

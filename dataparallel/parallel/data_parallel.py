@@ -7,6 +7,13 @@ Our wrappers give the state of their module under the module's own names. Torch'
 either, since a module may have a child of that name. So each wrapper decides for all names that
 come to it at once, by which reading more of them are known. As many both ways: then they have the
 prefix if all of them begin with it and no name of the module does.
+
+Note [Attributes of a wrapper]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What the wrapper lacks is read from its module, so it has to be written there, too: a new head that
+only the wrapper had would be read back, and neither run, trained nor saved. The wrapper's own are
+those that it has when its module is set, and those of its class. All others that the module has
+are the module's, and so is each module, parameter and buffer: the wrapper has no state.
 """
 
 from __future__ import annotations
@@ -142,6 +149,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         in_dims: Mapping[str | int, Any] | None = None,
         out_dims: Any = None,
     ) -> None:
+        check_module(module)
         nn.Module.__init__(self)
         devices = parse_devices(device_ids)
         if device_ids is None and not accelerators():
@@ -149,12 +157,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 "no accelerator was found: one replica on the CPU; ask for more with "
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
-        if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
-            _log.warning(
-                "Lightning's Trainer takes no wrapper of a LightningModule; give it the module and "
-                "strategy=dataparallel.extras.lightning.Replicas(), or wrap the network inside"
-            )
-        self.module = module
+        _warn_of(module, type(self).__name__)
         hooks: Any = self
         hooks.register_state_dict_post_hook(DataParallel._finish_state)
         hooks.register_load_state_dict_post_hook(DataParallel._finish_load)
@@ -173,6 +176,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.out_dims = out_dims
         self._begin_life()
         self._spread = self._MAY_SPREAD and len(devices) == 1 and is_spread(module)
+        # Last: without a module, all that is set is the wrapper's own.
+        self.module = module
         if not self._spread:
             place(module, devices)
 
@@ -405,7 +410,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             unexpected_keys += [inner + name for name in unexpected]
         unexpected_keys += [name for name in names if not name.startswith(inner)]
         # Torch goes on to the children of the wrapper.
-        self._loaded, self._modules = self._modules, {}
+        self._modules, self._loaded = {}, self._modules
 
     def _finish_load(self, _: Any) -> None:
         self._modules = self._loaded
@@ -425,6 +430,64 @@ class DataParallel(nn.DataParallel[ModuleT]):
             if module is None:
                 raise
             return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # See Note [Attributes of a wrapper].
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or name == "module":
+            super().__setattr__(name, value)
+            return
+        if name in self.__dict__ or hasattr(type(self), name):
+            if _is_part(value):
+                raise AttributeError(
+                    f"{type(self).__name__} has {name!r} itself, which is no part that learns; "
+                    f"set the module's: .module.{name} = ..."
+                )
+            # Torch would look for parts of this name before.
+            object.__setattr__(self, name, value)
+        elif name in self._SHOWN_OPTIONS:
+            raise AttributeError(
+                f"{name!r} is an option of {type(self).__name__}; pass it to the constructor"
+            )
+        elif hasattr(type(module), name) or hasattr(module, name):
+            kind = type(self)
+            if not kind.__init__.__module__.startswith("dataparallel."):
+                raise AttributeError(
+                    f"{name!r} may be of {kind.__name__}, which has a constructor of its own, or "
+                    f"of its module: set .module.{name}, or give the class {kind.__name__} an "
+                    f"attribute {name} = None to keep it there"
+                )
+            setattr(module, name, value)
+        elif _is_part(value):
+            setattr(module, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in self._modules or hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def extra_repr(self) -> str:
+        """The devices, and the options that are not the default, as the constructor takes them."""
+        shown = {"device_ids": f"[{', '.join(map(str, self.device_ids))}]"}
+        for name, value in self._given().items():
+            shown[name] = getattr(value, "__name__", None) or repr(value)
+        return ", ".join(f"{name}={text}" for name, text in shown.items())
+
+    def _given(self) -> dict[str, Any]:
+        """The options that are not the default."""
+        output = self.output_device
+        options = {
+            "output_device": None if output == self.device_ids[0] else output,
+            "dim": self.dim,
+            "buffers": self.buffer_policy,
+            "scalars": self.scalars,
+            "in_dims": self.in_dims or None,
+            "out_dims": self.out_dims,
+        }
+        return not_default(DataParallel.__init__, options)
 
     # --- other replicas --------------------------------------------------------------------------
 
@@ -500,8 +563,52 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return {k: value for k, value in vars(self).items() if k not in self._NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # As in the constructor, the module comes last.
+        super().__setstate__({**state, "_modules": {}})  # type: ignore[no-untyped-call]
         self._begin_life()
+        self._modules = state["_modules"]
+
+
+def check_module(module: object) -> None:
+    """Raise a TypeError that says what is wrapped, unless it is a module."""
+    if isinstance(module, nn.Module):
+        return
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        name = module.__name__
+        raise TypeError(f"the wrapper takes a module, but got the class {name}; pass {name}(...)")
+    raise TypeError(
+        f"the wrapper takes a torch.nn.Module, but got {module!r} of type {type(module).__name__}"
+    )
+
+
+def _warn_of(module: nn.Module, name: str) -> None:
+    """Say in the log why a wrapper of that name should be around something else."""
+    if any(base.__name__ == "LightningModule" for base in type(module).__mro__):
+        _log.warning(
+            "Lightning's Trainer takes no wrapper of a LightningModule; give it the module and "
+            "strategy=dataparallel.extras.lightning.Replicas(), or wrap the network inside"
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        _log.warning(
+            "the module of this %s is a wrapper itself (%s), and a second one divides and "
+            "reduces for nothing; wrap what is in it: .module",
+            name,
+            type(module).__name__,
+        )
+
+
+def _is_part(value: object) -> bool:
+    """True if a module registers such a value."""
+    tensors = (nn.Parameter, nn.Buffer)
+    return isinstance(value, nn.Module) or (
+        isinstance(value, Tensor) and isinstance(value, tensors)
+    )
+
+
+def not_default(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a function that differ from their defaults."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if value != known[name].default}
 
 
 def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,12 @@ from dataparallel.parallel.buffers import (
     send_buffers,
     send_states,
 )
-from dataparallel.parallel.data_parallel import DataParallel, OutputDevice
+from dataparallel.parallel.data_parallel import (
+    DataParallel,
+    OutputDevice,
+    check_module,
+    not_default,
+)
 from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.step import Call
@@ -393,17 +398,19 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             capture=capture,
             init_sync=init_sync,
         )
+        check_module(module)
         if device_ids is None:
             device_ids = _default_devices(module, options.process_group)
+        self.options, self.device_mesh = options, device_mesh
         dims: dict[str, Any] = {"in_dims": in_dims, "out_dims": out_dims}
         super().__init__(
             module, device_ids, output_device, dim, buffers=buffers, scalars=scalars, **dims
         )
-        self.device_mesh = device_mesh
-        self._start(options, broadcast_buffers, forward_sync_buffers)
+        self._start(broadcast_buffers, forward_sync_buffers)
 
-    def _start(self, options: Options, broadcast: bool | None, forward_sync: bool | None) -> None:
+    def _start(self, broadcast: bool | None, forward_sync: bool | None) -> None:
         """See that all processes train the same; a collective call."""
+        options = self.options
         _check_alone(options)
         ignored = ignored_names(self.module)
         named = self.module.named_parameters()
@@ -882,6 +889,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Measure the first ten iterations, and then one in so many; 1 or more."""
         self.reducer.statistics.set_sample_rate(sample_rate)
+
+    def _given(self) -> dict[str, Any]:
+        shown = {n: value for n, value in vars(self.options).items() if n in self._SHOWN_OPTIONS}
+        precision = shown["mixed_precision"]
+        options = {
+            **shown,
+            "process_group": False if self.options.separate else None,
+            "mixed_precision": None if precision == MixedPrecision() else precision,
+            "nonfinite": self.options.nonfinite.action,
+        }
+        return super()._given() | not_default(DistributedDataParallel.__init__, options)
 
     # --- life ------------------------------------------------------------------------------------
 
