@@ -1,9 +1,17 @@
 """Train and run PyTorch models on all devices of a machine from one process."""
 
 import importlib as _importlib
+import importlib.util as _util
 import os as _os
 import threading as _threading
 import typing as _typing
+
+# An installation puts two folders into this one, which lie beside it in a clone.
+if _util.find_spec("dataparallel.kernels") is None:
+    raise ImportError(
+        f"the copy of dataparallel in {_os.path.dirname(__path__[0])} is not installed, and cannot "
+        "be used from its folder; run there: pip install -e ."
+    )
 
 if _typing.TYPE_CHECKING:
     from dataparallel import collectives, comm, distributed_autograd, monitor, virtual

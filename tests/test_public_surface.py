@@ -203,3 +203,26 @@ def test_names_that_threads_ask_for_first_at_the_same_time() -> None:
         assert len(got) == len(calls)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("how", ["import dataparallel", "runpy.run_module('dataparallel')"])
+def test_a_clone_that_is_not_installed_says_so(tmp_path: pathlib.Path, how: str) -> None:
+    (tmp_path / "dataparallel").mkdir()
+    for name in ("__init__.py", "__main__.py"):
+        installed = pathlib.Path(dataparallel.__file__).parent / name
+        (tmp_path / "dataparallel" / name).write_text(installed.read_text())
+    # What an installation in place has put into this Python.
+    code = f"""
+        import runpy, sys
+        sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each)]
+        {how}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = f"the copy of dataparallel in {tmp_path} is not installed"
+    assert expected in done.stderr and "run there: pip install -e ." in done.stderr
