@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import datetime
+import functools
 import importlib
 import inspect
 import operator
@@ -499,6 +500,29 @@ def rpc_agent() -> Any:
     """What sends the calls of ``torch.distributed.rpc``; None before ``init_rpc``."""
     api: Any = importlib.import_module("torch.distributed.rpc.api")
     return api._get_current_rpc_agent() if api._is_current_rpc_agent_set() else None
+
+
+def wrap_rpc(call: Any, start: Any, fetch: Any) -> None:
+    """Put functions around what torch's own remote calls go through, which each gets first.
+
+    ``call`` around that of ``rpc_sync``, ``rpc_async``, ``RRef.rpc_sync()`` and ``RemoteModule``,
+    ``start`` around those of ``remote``, ``fetch`` around ``RRef.to_here``. Torch has no hooks
+    there. A name that torch no longer has is left out, and its calls cut the graph in silence.
+    """
+    api: Any = importlib.import_module("torch.distributed.rpc.api")
+    kinds = ("builtin", "python_udf", "torchscript")
+    places = [(api, "_invoke_rpc", call), (api.PyRRef, "to_here", fetch)]
+    for owner, name, around in [*places, *((api, f"_invoke_remote_{k}", start) for k in kinds)]:
+        if hasattr(owner, name):
+            setattr(owner, name, _around(getattr(owner, name), around))
+
+
+def _around(original: Any, function: Any) -> Any:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return wrapped
 
 
 def rpc_device_map(worker: int) -> Mapping[torch.device, torch.device]:

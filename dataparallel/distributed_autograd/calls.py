@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pickle
 import threading
@@ -134,6 +135,64 @@ def checked_timeout(timeout: float | None) -> float:
     return min(float(timeout), _LONGEST)
 
 
+# --- torch's own calls ---------------------------------------------------------------------------
+
+
+def _check(context: Context, what: str, value: Any) -> None:
+    """Raise where a tensor that requires grad goes to another worker and leaves the graph."""
+    tensors = (
+        each for each in torch_internals.tree_leaves(value) if isinstance(each, torch.Tensor)
+    )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"torch's own RPC was to carry a tensor that requires grad {what}, in the distributed "
+            f"autograd context {context.id()}, which it would leave: what is behind it would get "
+            "no gradient. Use rpc_sync, rpc_async, remote and RRef of "
+            "dataparallel.distributed_autograd, or torch.no_grad()"
+        )
+
+
+def _call(call: Any, to: Any, func: Any, kind: Any, *arguments: Any, **named: Any) -> Any:
+    context = current_context()
+    if context is None or func in (_serve, _serve_async):
+        return call(to, func, kind, *arguments, **named)
+    _check(context, "as an argument", (arguments, named))
+
+    def arrived(future: torch.futures.Future[Any]) -> Any:
+        try:
+            value = future.value()
+            _check(context, "as a result", value)
+        except Exception as error:
+            return _Raised(error, "")
+        return value
+
+    answer = call(to, func, kind, *arguments, **named)
+    if not torch.is_grad_enabled():
+        return answer
+    opened = answer.then(arrived)
+    torch_internals.open_with(opened, _raise)
+    return opened
+
+
+def _start(start: Any, *arguments: Any) -> Any:
+    if (context := current_context()) is not None:
+        _check(context, "as an argument", arguments)
+    return start(*arguments)
+
+
+def _fetch(fetch: Any, reference: Any, *arguments: Any, **named: Any) -> Any:
+    value = fetch(reference, *arguments, **named)
+    if (context := current_context()) is not None and not reference.is_owner():
+        _check(context, "as a result", value)
+    return value
+
+
+@functools.cache
+def _watch_torchs_calls() -> None:
+    """Refuse calls of torch's own RPC that would cut the graph of a context, from now on."""
+    torch_internals.wrap_rpc(_call, _start, _fetch)
+
+
 # --- a worker ------------------------------------------------------------------------------------
 
 
@@ -141,6 +200,7 @@ class Endpoint:
     """The worker that this process is: made once for each ``init_rpc``."""
 
     def __init__(self, agent: Any) -> None:
+        _watch_torchs_calls()
         native = extension()
         info = agent.get_worker_info()
         self.agent = agent

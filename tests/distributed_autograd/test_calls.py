@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.rpc as torch_rpc
 from torch import Tensor
+from torch.distributed.nn.api.remote_module import RemoteModule
 from torch.distributed.rpc.functions import async_execution
 
 from dataparallel.distributed_autograd import backward, context, get_gradients, rpc_async, rpc_sync
@@ -214,3 +215,66 @@ def test_a_long_chain() -> None:
         backward(context_id, [state.sum()])
         expected = torch.full((2,), 1.1**CALLS, dtype=torch.float64)
         torch.testing.assert_close(get_gradients(context_id)[w], expected)
+
+
+# --- torch's own calls ---------------------------------------------------------------------------
+
+
+def weight() -> Tensor:
+    return torch.full((3,), 2.0, requires_grad=True)
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * weight()
+
+
+def by_module(x: Tensor) -> Tensor:
+    layer: Any = RemoteModule("worker1", torch.nn.Linear, (3, 2), {"dtype": torch.float64})
+    output: Tensor = layer.forward(x)
+    return output
+
+
+CUT: dict[str, Callable[[Tensor], Any]] = {
+    "an operator": lambda x: torch_rpc.rpc_sync("worker1", torch.mul, (x, 2.0)),
+    "a function": lambda x: torch_rpc.rpc_async("worker1", scaled, (x,)).wait(),
+    "a module": by_module,
+    "remote of an operator": lambda x: torch_rpc.remote("worker1", torch.mul, (x, 2)).to_here(),
+    "remote": lambda x: torch_rpc.remote("worker1", scaled, (x,)).to_here(),
+    "a reference": lambda x: torch_rpc.remote("worker1", weight).rpc_sync().mul(x),
+}
+
+
+def cut(name: str, x: Tensor) -> Any:
+    return CUT[name](x)
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_calls_of_torch_that_would_cut_the_graph_are_refused(name: str) -> None:
+    call, plain = CUT[name], torch.ones(3, dtype=torch.float64)
+    with context():
+        with pytest.raises(RuntimeError, match=r"requires grad as an argument, in.*Use rpc_sync"):
+            call(ones())
+        if "operator" not in name:
+            # What the other worker trains comes back.
+            with pytest.raises(RuntimeError, match="that requires grad as a result, in"):
+                call(plain)
+        with torch.no_grad():
+            expected = call(ones()).shape
+        # Within a call the other worker is in the context, too.
+        with pytest.raises(RuntimeError, match="that requires grad as an argument, in"):
+            rpc_sync("worker2", cut, (name, ones()))
+    assert call(ones()).shape == expected
+
+
+def fail(kind: type[Exception]) -> None:
+    raise kind("as it was")
+
+
+def test_other_calls_of_torch_in_a_context_are_torchs() -> None:
+    with context():
+        assert torch_rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
+        assert torch_rpc.remote("worker1", len, ("two",)).to_here() == 3
+        assert torch_rpc.rpc_async("worker1", scaled, (torch.ones(3),)) is not None
+        for kind in (ValueError, TypeError):
+            with pytest.raises(kind, match="as it was"):
+                torch_rpc.rpc_sync("worker1", fail, (kind,))
