@@ -306,6 +306,37 @@ def test_trainer(trained: Any, tmp_path: pathlib.Path, case: str, replicas: int)
     assert_as_bare(net, found, expected)
 
 
+def test_trainer_that_compiles(
+    trained: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiler finds nothing in the wrapper that it could compile, and disturbs nothing."""
+    from dataparallel.extras.hugging_face import Trainer
+
+    expected = trained("masked")
+    make, rows, _ = CASES["masked"]
+    _, net = pair(make)
+    # Trainer changes it for the rest of the process.
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    devices = {"device_ids": ["cpu", "cpu"]}
+    assert_as_bare(net, train(net.double(), tmp_path, Trainer, rows, devices, **options), expected)
+
+
+def test_trainer_in_mixed_precision(tmp_path: pathlib.Path, accelerate_anew: None) -> None:
+    """Trainer replaces the forward of what it trains by one in autocast."""
+    from dataparallel.extras.hugging_face import Trainer
+
+    make, rows, _ = CASES["masked"]
+    bare, net = pair(make)
+    seen = set()
+    net.cls.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))  # type: ignore[union-attr]
+    losses, _ = train(bare, tmp_path / "bare", rows=rows)
+    devices = {"device_ids": ["cpu", "cpu"]}
+    found, predicted = train(net, tmp_path, Trainer, rows, devices, bf16=True)
+    assert found == pytest.approx(losses, rel=1e-2) and found != losses
+    assert seen == {torch.bfloat16} and predicted.predictions.dtype == "float32"
+
+
 @pytest.mark.parametrize("case", ["gpt2", "t5"])
 @WRAPPERS
 def test_trainer_that_is_given_a_wrapper(

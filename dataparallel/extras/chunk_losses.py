@@ -29,6 +29,7 @@ from dataparallel.batch.tree import flatten
 from dataparallel.errors import describe_names
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.random import default_generator
+from dataparallel.torch_internals import untraced
 
 _log = logging.getLogger("dataparallel")
 
@@ -76,11 +77,13 @@ class ChunkLosses:
         rule = known.rules[0] if known else _SUM
         return None if rule == _SUM else self._counts(args, kwargs)[rule].sum()
 
+    @untraced
     def before(self, wrapper: DataParallel[Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Find out about a batch what is not known yet; a hook before the wrapper's forward."""
         known = self._known.get(_kind(args, kwargs))
-        several = len(wrapper.device_ids) > 1 and bool(_with_dims(flatten((args, kwargs))[0]))
-        if several and (known is None or len(known.rules) > 1):
+        if len(wrapper.device_ids) == 1 or (known is not None and len(known.rules) == 1):
+            return
+        if _with_dims(flatten((args, kwargs))[0]):
             counts = self._counts(args, kwargs)
             known = known or _Known([*counts, _SUM])
             self._known[_kind(args, kwargs)] = self._compare(args, kwargs, known, counts)
