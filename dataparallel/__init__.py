@@ -27,6 +27,7 @@ if _typing.TYPE_CHECKING:
     from dataparallel.optim.sharded import ShardedOptimizer
     from dataparallel.parallel.data_parallel import DataParallel, data_parallel
     from dataparallel.parallel.distributed import DistributedDataParallel
+    from dataparallel.parallel.verify import verify
     from dataparallel.reducer.options import MixedPrecision
     from dataparallel.replicas.clones import replicate
     from dataparallel.threads.apply import Replica, current_replica, parallel_apply
@@ -59,6 +60,7 @@ _PLACES = {
     "scatter": "dataparallel.batch.scatter",
     "scatter_kwargs": "dataparallel.batch.scatter",
     "telling_failures": "dataparallel.comm.failures",
+    "verify": "dataparallel.parallel.verify",
     "virtual": "dataparallel.virtual",
 }
 
@@ -115,6 +117,7 @@ __all__ = [
     "scatter",
     "scatter_kwargs",
     "telling_failures",
+    "verify",
     "virtual",
 ]
 

@@ -120,6 +120,11 @@ def _rule_of(criterion: Callable[..., Any]) -> Rule | None:
     return next((rule for rule in _RULES.values() if rule.function is criterion), None)
 
 
+def is_known(criterion: Callable[..., Any] | None) -> bool:
+    """Whether it is one of torch's own criteria, whose denominator is known."""
+    return criterion is not None and _rule_of(criterion) is not None
+
+
 def _unreduced(
     criterion: Callable[..., Any], output: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[], Tensor], dict[str, Any]]:
