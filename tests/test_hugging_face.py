@@ -433,6 +433,11 @@ def test_what_trainer_refuses(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
         ValueError, match=r"of each alone .* samples: 0\.5 and 0\.5.* mixes samples"
     ):
         train(Restless(mixes=True), tmp_path, Trainer, classes, devices)
+    net = Restless()
+    net.layer.register_forward_pre_hook(lambda module, args: args[0].squeeze(0).view(-1, 1, 9))
+    with pytest.raises(RuntimeError, match="Expected target size") as raised:
+        train(net, tmp_path, Trainer, classes, devices)
+    assert "ran on two samples, to compare. Pass compute_loss_func=" in raised.value.__notes__[0]
     # Who knows better is believed.
     options = {"wrapper_options": {"scalars": "mean"}}
     train(Restless(mixes=True), tmp_path, Trainer, classes, devices | options)

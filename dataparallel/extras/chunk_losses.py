@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.batch.tree import flatten
-from dataparallel.errors import describe_names
+from dataparallel.errors import add_note, describe_names
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.random import default_generator
 from dataparallel.torch_internals import untraced
@@ -123,7 +123,11 @@ class ChunkLosses:
         weights[_SUM] = (1.0, 1.0)
         with _left_as_it_is(self._model) as draws, self._autocast(), torch.enable_grad():
             pieces = [ours, theirs], [ours], [theirs]
-            ran = [_run(self._model, args, kwargs, rows) for rows in pieces]
+            try:
+                ran = [_run(self._model, args, kwargs, rows) for rows in pieces]
+            except Exception as error:
+                add_note(error, f"{_name(args)} ran on two samples, to compare. {self._remedy}")
+                raise
             is_random = draws()
         if not ran[0].scalars:
             return _Known([_SUM])
