@@ -437,7 +437,10 @@ def test_what_trainer_refuses(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     net.layer.register_forward_pre_hook(lambda module, args: args[0].squeeze(0).view(-1, 1, 9))
     with pytest.raises(RuntimeError, match="Expected target size") as raised:
         train(net, tmp_path, Trainer, classes, devices)
-    assert "ran on two samples, to compare. Pass compute_loss_func=" in raised.value.__notes__[0]
+    assert (
+        "ran on two samples, to compare. Pass compute_loss_func="
+        in vars(raised.value)["__notes__"][0]
+    )
     # Who knows better is believed.
     options = {"wrapper_options": {"scalars": "mean"}}
     train(Restless(mixes=True), tmp_path, Trainer, classes, devices | options)
