@@ -37,6 +37,8 @@ from tests.process_groups import completed, keep_group
 
 Hook: TypeAlias = Callable[[Any, Any], Any]
 Register: TypeAlias = Callable[[Any], object]
+#: Torch's types lack some names.
+OF_TORCH: Any = dist
 F32, F64, C64 = torch.float32, torch.float64, torch.complex64
 
 
@@ -302,7 +304,9 @@ def test_a_second_hook_and_one_without_processes_are_refused() -> None:
 # --- several buckets -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [dist.GradBucket, GradBucket, "dist.GradBucket", "NotThere", Any])
+@pytest.mark.parametrize(
+    "of", [OF_TORCH.GradBucket, GradBucket, "dist.GradBucket", "NotThere", Any]
+)
 @pytest.mark.parametrize("result", [Future, Future[Tensor], "Future[Tensor]", Any])
 def test_annotations_of_a_hook(of: Any, result: Any) -> None:
     check(reduced(annotated(of, result)))
@@ -606,7 +610,7 @@ def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> li
     # The links of others are groups of their own.
     other = DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu"], timeout=30.0)
     other(torch.tensor([[rank + 1.0]])).sum().backward()
-    assert other.module.weight.grad.item() == 1.5
+    assert next(each.grad for each in other.parameters()).tolist() == [[1.5]]  # type: ignore[union-attr]
     return found
 
 
@@ -640,7 +644,8 @@ def _all_fail(rank: int, world_size: int) -> None:
             loss = model(torch.tensor([[(rank + 1) * 10.0**step]])).sum()
             with pytest.raises(OwnError, match="no") if step == 1 else contextlib.nullcontext():
                 loss.backward()
-            assert step == 1 or model.module.weight.grad.item() == 1.5 * 10.0**step
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            assert grads == ([] if step == 1 else [torch.tensor([[1.5 * 10.0**step]])])
 
 
 def test_a_hook_that_raises_in_all_ranks_ends_nothing(cluster: Cluster) -> None:
@@ -656,7 +661,8 @@ def _raises_before_it_goes_on(rank: int, world_size: int) -> None:
         if rank == 1:
             raise OwnError("no")
         # As gloo's future, when the connection is closed.
-        gone.set_exception(RuntimeError("Connection closed by peer"))
+        error: Any = RuntimeError("Connection closed by peer")
+        gone.set_exception(error)
         return gone
 
     model = DistributedDataParallel(nn.Linear(1, 1), ["cpu"], timeout=20.0)

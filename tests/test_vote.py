@@ -72,7 +72,7 @@ def counted_waits() -> Iterator[Counter[str]]:
 
     def counting(self: Pending) -> None:
         what = self.where.split(" of ")[1]
-        found[what if what.startswith("the ") else what.split(" ")[0]] += 1
+        found[" ".join(what.split(" ")[: 1 + what.startswith("the ")])] += 1
         wait(self)
 
     with mock.patch.object(Pending, "wait", counting):
@@ -101,8 +101,10 @@ def test_a_steady_step_waits_for_buckets_alone(
     for uses_all, found in zip(spare, cluster.run(count, 2, replicas, spare), strict=True):
         launched, waits, later, num_buckets = found
         assert num_buckets == 6
-        assert launched == [num_buckets, 1]
-        assert waits == {"bucket": num_buckets} | ({} if uses_all else {"the vote": 1})
+        assert launched == [num_buckets, 2]
+        # Launched before the buckets, it has come when they have.
+        waits_for = {"bucket": num_buckets, "the begin": 1}
+        assert waits == waits_for | ({} if uses_all else {"the vote": 1})
         assert later == {"the vote": 1}, "the next forward reads the vote"
 
 

@@ -95,6 +95,7 @@ class Failure:
         host: The name of its machine.
         pid: Its process id there.
         kind: ``"raised"``: it raised an error. ``"late"``: the same, when others may have gone on.
+            ``"skipped"``: it has left out the backward of a step.
             ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
             ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
         doing: What it was doing, for example ``"forward"`` or a collective; empty if not known.
@@ -145,6 +146,10 @@ class CollectiveFailure(Exception):
 
 class CollectiveError(CollectiveFailure, RuntimeError):
     """A collective failed: a process ended, a connection broke, or the link was broken before."""
+
+
+class RanksParted(CollectiveError):
+    """Another process has left out the backward of a step, which all others have to drop, too."""
 
 
 class CollectiveTimeout(CollectiveFailure, TimeoutError):
@@ -263,6 +268,11 @@ class Failures:
     def _here(self, kind: str, doing: str, message: str, trace: str = "") -> Failure:
         host, pid, _ = self._process
         return Failure(self.ranks[self.rank], host, pid, kind, doing, message, trace)
+
+    def of(self, rank: int, kind: str, message: str) -> Failure:
+        """What is known of another rank of the group."""
+        host, pid, _ = self._processes.get(rank, ("", 0, ""))
+        return Failure(self.ranks[rank], host, pid, kind, "", message)
 
     def _key(self, kind: str, generation: int) -> str:
         return f"{kind}/{self._life}.{generation}"
@@ -579,6 +589,9 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
     handled = sys.exc_info()[1]
     try:
         yield
+    except RanksParted:
+        # All know, and whoever goes on is at the same step as the others.
+        raise
     except BaseException as error:
         report(error, doing, handled=handled)
         raise

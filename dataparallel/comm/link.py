@@ -214,6 +214,10 @@ class ProcessLink:
         self._under_way.clear()
         self._finalizer()
 
+    def blocks(self, device: torch.device) -> bool:
+        """Whether the host waits for collectives of tensors on a device."""
+        return device.type not in self.backends or not _devices.is_accelerator(device)
+
     # --- failures --------------------------------------------------------------------------------
 
     @property

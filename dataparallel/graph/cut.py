@@ -45,12 +45,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
+import math
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice, repeat
 from operator import attrgetter, is_
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -74,6 +78,9 @@ from dataparallel.torch_internals import untraced, will_execute
 _LeafNode = type(_edge_of(torch.zeros((), requires_grad=True)).node)
 _variable = attrgetter("variable")
 
+# How many forwards without a backward are remembered.
+_MOST_OPEN = 1000
+
 #: Number of no backward.
 NO_TASK = -1
 
@@ -86,6 +93,9 @@ _Results: TypeAlias = tuple[list[MaybeTensor], list[MaybeTensor]]
 
 class Ending:
     """Held by the engine as long as this thread's backward runs, called when it has ended well."""
+
+    #: The last backwards of which all gradients are dropped. See Note [Ranks that part].
+    dropped: ClassVar[deque[int]] = deque(maxlen=16)
 
     def __init__(self) -> None:
         #: The number of the backward.
@@ -190,6 +200,58 @@ class _Written(torch.autograd.Function):
 
 
 @dataclass(eq=False)
+class Forward:
+    """A forward that is to be reduced over processes. See Note [Ranks that part]."""
+
+    number: int
+    thread: int
+    #: Whether it is a step, which is left out if no backward comes to it.
+    is_step: bool
+
+
+class Forwards:
+    """Those of one wrapper, of which each is open until a backward has come to it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._numbers = itertools.count()
+        self._open: deque[Forward] = deque(maxlen=_MOST_OPEN)
+        # Whether a backward has come to one in evaluation mode.
+        self._trains_in_evaluation = False
+
+    def begin(self) -> Forward:
+        """One more, of this thread."""
+        is_step = self._module.training or self._trains_in_evaluation
+        forward = Forward(next(self._numbers), threading.get_ident(), is_step)
+        self._open.append(forward)
+        return forward
+
+    def come_to(self, forwards: Sequence[Forward], *, again: bool) -> Sequence[Forward]:
+        """A backward comes to some, maybe not for the last time; returns them."""
+        for forward in forwards:
+            self._trains_in_evaluation |= not forward.is_step
+        if not again:
+            self.settle(forwards)
+        return forwards
+
+    def open_before(self, forward: Forward | None = None) -> list[Forward]:
+        """The steps that are open: before a forward in its thread, or in this thread."""
+        end = math.inf if forward is None else forward.number
+        thread = threading.get_ident() if forward is None else forward.thread
+        return [f for f in self._open if f.is_step and f.thread == thread and f.number < end]
+
+    def settle(self, forwards: Iterable[Forward]) -> None:
+        """They are open no more."""
+        for forward in forwards:
+            if forward in self._open:
+                self._open.remove(forward)
+
+    def drop(self, forwards: Iterable[Forward]) -> None:
+        """They are left out after all."""
+        self._open.extend(forward for forward in forwards if forward not in self._open)
+
+
+@dataclass(eq=False)
 class Cuts:
     """The cuts of one wrapper, one for each forward. See Note [The cut]."""
 
@@ -203,8 +265,8 @@ class Cuts:
     run: Callable[[Sequence[Callable[[], Any]]], Any] | None
     #: Whether the replicas' backward is one call in any case.
     together: bool
-    #: Whether gradients are reduced over processes.
-    across_processes: bool
+    #: Those that are reduced over processes; None where there is one process.
+    forwards: Forwards | None
     timeline: Timeline
 
     def __post_init__(self) -> None:
@@ -250,7 +312,11 @@ class Cuts:
                 )
             outside, shared = self._from_outside(inputs, followed)
             separate = not (self.together or outside or shared)
-            cut = Cut(self, separate, synchronize, weight, outside)
+            forward = None
+            # What a backward runs again is no step of its own.
+            if synchronize and self.forwards and torch_internals.current_graph_task_id() == NO_TASK:
+                forward = self.forwards.begin()
+            cut = Cut(self, separate, synchronize, weight, outside, forward)
             outer, leaves = [one.outer for one in inputs], [one.leaves for one in inputs]
             outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
             cut.connect(outer, leaves, followed, rows)
@@ -308,6 +374,8 @@ class Cut:
     weight: float
     #: Leaves among the inputs of replica 0 that stand for nothing but themselves.
     outside: Sequence[torch.Tensor]
+    #: None where nobody asks whether a backward comes to it.
+    forward: Forward | None
     #: The same in all cuts around graphs that lead through each other.
     family: object = field(default_factory=object)
 
@@ -354,9 +422,13 @@ class Cut:
             related = other is not self and other.family is self.family
             keep |= related and (other._running or other in coming)
         self._running = True
+        forwards: Sequence[Forward] = ()
+        if self.cuts.forwards is not None:
+            reached = [cut.forward for cut in (self, *coming) if cut.forward is not None]
+            forwards = self.cuts.forwards.come_to(reached, again=torch_internals.keeps_graph())
         try:
             with _set_aside(self.outside) if self.outside else contextlib.nullcontext():
-                return _Backward(self, node, grads, keep=keep, last=not coming).run()
+                return _Backward(self, node, grads, forwards, keep=keep, last=not coming).run()
         finally:
             self._running = False
 
@@ -388,9 +460,18 @@ class _Backward:
     """One backward through the graphs of all replicas."""
 
     def __init__(
-        self, cut: Cut, node: Any, grads: Sequence[MaybeTensor], *, keep: bool, last: bool
+        self,
+        cut: Cut,
+        node: Any,
+        grads: Sequence[MaybeTensor],
+        forwards: Sequence[Forward],
+        *,
+        keep: bool,
+        last: bool,
     ) -> None:
         self._cut, self._cuts, self._keep, self._last = cut, cut.cuts, keep, last
+        # Those to which the backward comes.
+        self._forwards = forwards
         self._grads = _in_rows(cut.outputs, grads)
         # Whether it is a plain `backward()`, and whether it is a `torch.autograd.grad` that returns
         # gradients of originals.
@@ -428,7 +509,7 @@ class _Backward:
         has_graph = torch.is_grad_enabled()
         if any(self._parameters) and not (has_graph or self._captured):
             return self._accumulated()
-        if any(self._parameters) and self._cuts.across_processes:
+        if any(self._parameters) and self._cuts.forwards is not None:
             raise RuntimeError(
                 "gradients of parameters that torch.autograd.grad returns, or that are computed "
                 "with create_graph=True, would not be reduced over the processes; call "
@@ -457,6 +538,7 @@ class _Backward:
             task=torch_internals.current_graph_task_id(),
             last=self._last,
             ending=cut.ending,
+            forwards=self._forwards,
         )
         return inputs, parameters
 

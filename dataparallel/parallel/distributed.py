@@ -28,10 +28,15 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from dataparallel import kernels, torch_internals
 from dataparallel.batch.gather import ScalarsOption, read_weight
 from dataparallel.batch.tree import flatten
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, report
+from dataparallel.comm.failures import (
+    CollectiveError,
+    CollectiveTimeout,
+    RanksParted,
+    report,
+)
 from dataparallel.devices import DeviceLike, is_accelerator
 from dataparallel.errors import chosen
-from dataparallel.graph.cut import Cuts, ReplicaInputs
+from dataparallel.graph.cut import Cuts, Forwards, ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from dataparallel.parallel.buffers import (
@@ -52,7 +57,7 @@ from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.step import Call
 from dataparallel.reducer.comm_hooks import resolve_hook
-from dataparallel.reducer.exchange import Progress, ReducerProcesses
+from dataparallel.reducer.exchange import Agreement, Progress, ReducerProcesses
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reducer.options import (
     AverageKind,
@@ -116,7 +121,12 @@ class Training:
         if group is not None:
             verify = functools.partial(verify_across_processes, module, self._trained, options)
             self.processes = ReducerProcesses(
-                group, options.timeout, model._progress, verify, hooked=options.hook is not None
+                group,
+                options.timeout,
+                model._progress,
+                verify,
+                Forwards(module),
+                hooked=options.hook is not None,
             )
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
@@ -145,7 +155,7 @@ class Training:
             leaves,
             functools.partial(model._runner.run, phase="backward"),
             together=policy == "sync" or any(is_accelerator(d) for d in devices),
-            across_processes=self.processes is not None,
+            forwards=None if self.processes is None else self.processes.forwards,
             timeline=model.timeline,
         )
         self.clones = model._runner.make_clones(self._module, self.leaves, self._members)
@@ -229,7 +239,7 @@ class Training:
             # With new links all find out who was given that round. Who needs nobody goes on
             # without those that have ended.
             kind = "" if error.failure is None else error.failure.kind
-            if (kind != "late") if needs_others else (kind in ("raised", "late")):
+            if (kind != "late") if needs_others else (kind in ("raised", "late", "skipped")):
                 raise
 
     def is_lost(self, *, needs_others: bool) -> bool:
@@ -237,10 +247,26 @@ class Training:
         if self.processes is None:
             return False
         self.read_vote(needs_others=needs_others)
+        if needs_others:
+            self.reducer.check_left()
         # New links would let it be forgotten that gradients of an earlier step are wrong.
         self.processes.check_late()
         # The others may have ended, and what is left to do here is an evaluation.
         return self.processes.is_broken and needs_others
+
+    def has_parted(self) -> bool:
+        """Whether others are still in a step that is open here; a collective call if one is."""
+        if self.processes is None or not self.processes.forwards.open_before():
+            return False
+        outcome = "The others drop their step, too, and nothing of it is kept"
+        try:
+            error = Agreement(self.processes, None).check(outcome)
+        except RanksParted as behind:
+            self.tell(behind)
+            raise
+        if error is not None:
+            self.tell(error)
+        return error is not None
 
     def tell(self, error: BaseException) -> None:
         """Let the other processes, which will wait for this one, know why its forward failed."""
@@ -540,6 +566,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         sends = may_send and self.will_sync_module_buffers()
         needs_others = shared and (reduces or sends or block is not None)
         lost = shared and training.is_lost(needs_others=needs_others)
+        if sends and block is None and not lost:
+            # Another may be in a backward, and would take buffers for its buckets.
+            lost = training.has_parted()
         if lost or not fits:
             training = self._build()
         processes = training.processes

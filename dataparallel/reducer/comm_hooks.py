@@ -214,8 +214,10 @@ def _check_annotations(hook: Callable[..., Any]) -> None:
     except (NameError, TypeError, ValueError):
         # Some callables have none, or names in it that are not there at runtime.
         return
+    # Torch's types lack what it has.
+    torchs: Any = dist
     bucket = signature.parameters.get("bucket")
-    if bucket and bucket.annotation not in (bucket.empty, Any, dist.GradBucket, GradBucket):
+    if bucket and bucket.annotation not in (bucket.empty, Any, torchs.GradBucket, GradBucket):
         raise ValueError(
             "Communication hook: bucket annotation should be dist.GradBucket, but is "
             f"{bucket.annotation!r}"

@@ -29,6 +29,27 @@ first sends zeros through the hook for what is left, since the others wait for i
 all ranks wait for the vote. If it cannot, their collectives would be mixed up with those of the
 next step. So with new links processes compare how often hooks have run over the group, too: if not
 equally often, no wrapper with a hook trains over it any more.
+
+Note [Ranks that part]
+~~~~~~~~~~~~~~~~~~~~~~
+A rank whose backward raises before it comes to the wrapper begins no round, and tells nobody. If
+its loop goes on, its next round would meet the one in which the others still are: the gradients of
+different steps would be added up from then on. So all ranks say, when a round begins, how many
+steps they have left open before it: forwards to which no backward has come. In ranks that do the
+same it is the same number, however many forwards a round is about. It is larger in a rank that has
+left out a step. Then the others raise before a gradient is used, which leaves the step out there,
+too. The rank itself has left its step out before: with what it has computed it takes part in the
+others' next round. So all go on with the same step. What all have left out counts no more.
+Where several wrappers are in a backward that is dropped, those whose rounds were left raise once
+more at their next forward, in all ranks.
+
+A forward under ``no_grad`` or ``no_sync`` is no step, nor one that a backward runs again, as of a
+checkpoint. One in evaluation mode is a step only in a wrapper that trains in this mode. Each thread
+has steps of its own, since forwards of threads come in any order.
+
+Where the host waits for buckets, it looks at the numbers behind them, when they have long come. On
+accelerators it waits for nothing, and looks with the vote. A rank whose next forward sends buffers
+may come to no round: where a step is open it first tells of that, and links are made anew.
 """
 
 from __future__ import annotations
@@ -36,20 +57,32 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dataparallel.comm.failures import CollectiveError, failures_of, name_ranks
-from dataparallel.comm.link import Pending, ProcessLink, parent_group
+from dataparallel.comm.failures import (
+    CollectiveError,
+    Failure,
+    RanksParted,
+    failures_of,
+    name_ranks,
+)
+from dataparallel.comm.link import ProcessLink, parent_group
 from dataparallel.errors import describe_names
+from dataparallel.graph.cut import Forward, Forwards
 from dataparallel.reducer.buckets import Bucket, Gradients, MaybeTensor
 from dataparallel.reducer.options import Options
 from dataparallel.reducer.verify import gather_if_different
+
+_log = logging.getLogger("dataparallel")
 
 # Seconds that a process which ends gives to the others to get its last vote.
 _LAST_VOTE = 2.0
@@ -128,12 +161,13 @@ class ReducerProcesses:
         timeout: float | None,
         progress: Progress,
         verify: Callable[[ProcessLink], None],
+        forwards: Forwards,
         *,
         hooked: bool,
     ) -> None:
         parent = parent_group(group)
         self.rank, self.world_size = parent.rank(), parent.size()
-        self.progress = progress
+        self.progress, self.forwards = progress, forwards
         self._make = functools.partial(ProcessLink, group, timeout=timeout)
         self._links: list[ProcessLink] = []
         self._verify = verify
@@ -191,6 +225,10 @@ class ReducerProcesses:
         """Whether a link is broken; all processes then make new ones at their next forward."""
         return self._has_failed or any(link.broken for link in self._links)
 
+    def failure_of(self, rank: int, text: str) -> Failure:
+        """What is known of a rank that has left out a step."""
+        return self._failures.of(rank, "skipped", text)
+
     def count_hook_call(self) -> None:
         """A communication hook has begun its collectives."""
         self._failures.count_hook_call()
@@ -215,6 +253,78 @@ def late_error(names: Iterable[str]) -> RuntimeError:
         "them outside of the wrapper's forward, or in checkpoints, in all processes, or in the "
         "first step already, if only times zero; then their buckets wait for the end of backward"
     )
+
+
+# --- the begin of a round --------------------------------------------------------------------
+
+
+class Agreement:
+    """What all ranks say when a round begins, under way. See Note [Ranks that part].
+
+    With ``forwards`` it is about the round of these; with None, a rank begins another forward.
+    """
+
+    def __init__(
+        self,
+        processes: ReducerProcesses,
+        forwards: Sequence[Forward] | None,
+        weight: float = 0.0,
+    ) -> None:
+        self._processes, self._forwards = processes, forwards or ()
+        #: The steps before it that are open here.
+        self.open: list[Forward] = []
+        # Their number, NaN where there is no forward.
+        number = math.nan
+        if forwards is None:
+            self.open = processes.forwards.open_before()
+            # More than in the round that was left out.
+            number = len(self.open) + 0.5
+        elif forwards:
+            self.open = processes.forwards.open_before(max(forwards, key=attrgetter("number")))
+            number = len(self.open)
+        said = [0.0] * processes.world_size
+        said[processes.rank] = number
+        self._said = torch.tensor([weight, *said], dtype=torch.float64)
+        self._pending = processes.control.all_reduce(self._said, what="the begin of a round")
+        self._is_checked = False
+
+    @functools.cached_property
+    def _heard(self) -> list[float]:
+        self._pending.wait()
+        return self._said.tolist()
+
+    def total_weight(self) -> float:
+        """The sum of what all processes count in an average."""
+        return self._heard[0]
+
+    def check(self, outcome: str) -> RanksParted | None:
+        """Look once whether ranks have left out different steps: an error where others have more.
+
+        Returns the error in a rank that has left out most.
+        """
+        if self._is_checked:
+            return None
+        self._is_checked = True
+        forwards = self._processes.forwards
+        numbers = {i: n for i, n in enumerate(self._heard[1:]) if not math.isnan(n)}
+        most = max(numbers.values(), default=0.0)
+        if {most}.issuperset(numbers.values()):
+            forwards.settle(self.open if self._forwards else ())
+            return None
+        counts = "; ".join(f"rank {rank}: {int(number)}" for rank, number in numbers.items())
+        failure = self._processes.failure_of(
+            next(rank for rank, number in numbers.items() if number == most),
+            "left out the backward of a step: it raised before it came to the wrapper, or was not "
+            f"called, and the loop went on (forwards without a backward before this: {counts}). "
+            "Put the loop into dp.telling_failures(), so that all raise when one does; run a "
+            "forward that gets no backward under torch.no_grad() or model.no_sync()",
+        )
+        error = RanksParted(f"{failure}. {outcome}", failure)
+        if numbers.get(self._processes.rank) == most:
+            _log.warning("%s", error)
+            return error
+        forwards.drop(self._forwards)
+        raise error
 
 
 # --- the vote --------------------------------------------------------------------------------
@@ -283,6 +393,7 @@ class Exchange:
         buckets: Sequence[Bucket],
         options: Options,
         *,
+        forwards: Sequence[Forward] = (),
         weight: float = 1.0,
     ) -> None:
         self.processes = processes
@@ -292,26 +403,23 @@ class Exchange:
         self._hook = options.hook
         #: Whether no rank may end the round without the vote; the same in all ranks.
         self.must_wait = options.hook is not None or not buckets
+        #: Whether the host waits for the buckets; the same in all ranks.
+        self.blocks = all(processes.buckets.blocks(bucket.home) for bucket in buckets)
         #: The number of the bucket that leaves when the whole backward has ended.
         self.last = max(len(buckets) - 1, 0)
         # What waits for each bucket that was sent, and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
-        self._total = torch.tensor([weight], dtype=torch.float64)
-        self._weights: Pending | None = None
-        if options.average == "samples":
-            # Launched now and waited for before the first bucket.
-            what = "the weights of a round"
-            self._weights = processes.control.all_reduce(self._total, what=what)
+        self._forwards = forwards
+        #: Launched now, and waited for before the first bucket where weights count.
+        self.agreement = Agreement(processes, forwards, weight)
 
     @functools.cached_property
     def _share(self) -> float:
         """The part of this process in the average; may have to wait."""
         if self._options.average == "none":
             return 1.0
-        if self._weights is not None:
-            self._weights.wait()
-            if (total := self._total.item()) > 0:
-                return self._weight / total
+        if self._options.average == "samples" and (total := self.agreement.total_weight()) > 0:
+            return self._weight / total
         # With "samples", no process has any: their gradients are zeros, or the user's own affair.
         return 1.0 / self.processes.num_active
 
@@ -343,6 +451,16 @@ class Exchange:
             return flat
 
         return wait
+
+    def again(self) -> Exchange:
+        """The same for the next round of the others, which have dropped this one."""
+        return Exchange(
+            self.processes,
+            self._buckets,
+            self._options,
+            forwards=self._forwards,
+            weight=self._weight,
+        )
 
     # --- received --------------------------------------------------------------------------------
 

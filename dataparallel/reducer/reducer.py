@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel import torch_internals
+from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, RanksParted
 from dataparallel.errors import describe_names
 from dataparallel.graph import originals
-from dataparallel.graph.cut import NO_TASK, Ending
+from dataparallel.graph.cut import NO_TASK, Ending, Forward
 from dataparallel.optim.in_backward import refuse_accumulation
 from dataparallel.reducer.buckets import Buckets, Gradients
 from dataparallel.reducer.exchange import (
     CAME,
+    Agreement,
     Exchange,
     ReducerProcesses,
     Vote,
@@ -79,8 +81,11 @@ class Reducer:
         #: The order of arrival in the first round, as all processes agreed; empty before that.
         self.order: list[int] = []
         self._arriving: list[int] = []
-        # Of the last round, if it may be unread; see Note [The vote].
+        # Of the last round, if they may be unread; see Note [The vote], Note [Ranks that part].
         self._vote: Vote | None = None
+        self._agreement: Agreement | None = None
+        # Whether collectives of a round were left, when another wrapper's was dropped.
+        self._has_left = False
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
         self._timeline = timeline
@@ -176,6 +181,13 @@ class Reducer:
             error = late_error(self.trained.names[index] for index in answer.lost)
             self.processes.report(error, "late")
             raise CollectiveError(str(error), failure=self.processes.control.failure)
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.check(
+                "The gradients of the round before are a mean over different steps, and optimizers "
+                "may have used them, in all processes alike; others skip this step, so that the "
+                "next one is the same in all"
+            )
 
     def reduce(
         self,
@@ -186,12 +198,14 @@ class Reducer:
         task: int = NO_TASK,
         last: bool = True,
         ending: weakref.ref[Ending] | None = None,
+        forwards: Sequence[Forward] = (),
     ) -> Gradients:
         """Run the backward of the replicas, and reduce what their leaves got.
 
         The engine's backward has the number ``task``, and other forwards of it follow if this is
         not the ``last``; ``ending`` is that of an outer backward in which the forward ran. Without
         a task the process has no data, and takes part with zeros; its ``.grad`` should be None.
+        ``forwards``: those to which the backward comes.
         Returns what is to be added to ``.grad`` of each original, None where nothing is.
         """
         outer = None if ending is None else ending()
@@ -205,7 +219,7 @@ class Reducer:
                 if round_ is None:
                     if outer is None and task != NO_TASK:
                         outer = Ending()
-                    round_ = self._begin(task, outer, synchronize, weight)
+                    round_ = self._begin(task, outer, synchronize, weight, forwards)
             round_.enter(task, last=last)
             backward()
             if not round_.leave():
@@ -220,7 +234,14 @@ class Reducer:
                 self._fail(round_, error, tells=synchronize)
             raise
 
-    def _begin(self, task: int, ending: Ending | None, synchronize: bool, weight: float) -> Round:
+    def _begin(
+        self,
+        task: int,
+        ending: Ending | None,
+        synchronize: bool,
+        weight: float,
+        forwards: Sequence[Forward],
+    ) -> Round:
         accumulated, home = self._accumulated, originals.passes.home()
         if task == NO_TASK or home is not originals.IN_GRAD:
             # What a process without data has not reduced yet stays its own.
@@ -238,7 +259,9 @@ class Reducer:
             reduced = [bucket for bucket in self.buckets.all if bucket.reduces]
             for bucket in reduced:
                 bucket.renew()
-            exchange = Exchange(self.processes, reduced, self.options, weight=weight)
+            exchange = Exchange(
+                self.processes, reduced, self.options, forwards=forwards, weight=weight
+            )
         elif self.processes is not None:
             accumulated.before_unsynchronized()
         if self.guard is not None:
@@ -296,7 +319,7 @@ class Reducer:
                 self._user_hooks.delivered(came, round_.accumulated.home)
         if exchange is not None:
             # Nothing can fail any more.
-            self._vote = round_.vote()
+            self._vote, self._agreement = round_.vote(), exchange.agreement
             exchange.processes.progress.gave()
 
     @torch.no_grad()
@@ -304,11 +327,32 @@ class Reducer:
         """The whole backward has ended: so does the round."""
         if round_ is not self._round:
             return
+        if round_.task in Ending.dropped:
+            self._has_left = round_.exchange is not None
+            round_.drop()
+            self._leave_round()
+            return
         try:
             self._end(round_)
         except BaseException as error:
             self._fail(round_, error)
-            raise
+            if not isinstance(error, RanksParted):
+                raise
+            # Other wrappers drop their rounds first.
+            Ending.dropped.append(round_.task)
+            torch_internals.when_backward_ends(functools.partial(_raise, error))
+
+    def check_left(self) -> None:
+        """Raise in all ranks where this one has left a round of a backward that was dropped."""
+        if self._has_left and self.processes is not None:
+            self._has_left = False
+            error = CollectiveError(
+                "the backward before was dropped, since another process has left it out, and this "
+                "wrapper had begun to reduce its gradients; so this step is dropped, too, in all "
+                "processes"
+            )
+            self.processes.report(error)
+            raise error
 
     def _check_used(self) -> None:
         """Compare with the user's flags and with the first round."""
@@ -374,6 +418,10 @@ class Reducer:
         """The round is over, well or with an error."""
         self._user_hooks.wait(False)
         self._round = None
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _tell(reducer: weakref.ref[Reducer], replica: int, index: int, leaf: torch.Tensor) -> None:

@@ -61,6 +61,7 @@ import torch
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
+from dataparallel.comm.failures import RanksParted
 from dataparallel.errors import describe_names
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import IN_GRAD, GradientHome, OriginalHooks
@@ -294,14 +295,14 @@ class Round:
         sums = list(map(self.grads.__getitem__, bucket.indices))
         if self.guard is not None:
             self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
-        if self.exchange is not None and bucket.reduces:
+        if self.exchange is None:
+            self._step(bucket)
+        elif bucket.reduces:
             self.exchange.send(bucket, sums)
-            if self._becomes_views(bucket):
-                # Their memory is for the rest of backward.
+            if self._becomes_views(bucket) and not self.exchange.agreement.open:
+                # Their memory is for the rest of backward, unless they may be sent again.
                 for index in bucket.indices:
                     self.grads[index] = None
-        else:
-            self._step(bucket)
 
     def _becomes_views(self, bucket: Bucket) -> bool:
         """Whether ``.grad`` will be views of a bucket."""
@@ -340,6 +341,12 @@ class Round:
             return False
         with self.timeline.span("reduce across processes"):
             flats = self.exchange.receive()
+            while self._has_parted(self.exchange):
+                self.exchange = self.exchange.again()
+                for bucket in self.buckets.all:
+                    if bucket.reduces:
+                        self.exchange.send(bucket, [self.grads[index] for index in bucket.indices])
+                flats = self.exchange.receive()
             nonfinite = self._hear(self.exchange, flats)
         for bucket, flat in zip(self.buckets.all, flats, strict=False):
             sums = [self.grads[index] for index in bucket.indices]
@@ -348,17 +355,31 @@ class Round:
             for index, grad in zip(bucket.indices, grads, strict=True):
                 late = self._extra.get(index)
                 self.grads[index] = grad if late is None else add(late, grad)
+        # What stays in this process is used no sooner: all may have raised.
+        for bucket in self.buckets.all:
             self._step(bucket)
         return nonfinite
 
+    def _all_wait(self, exchange: Exchange) -> bool:
+        """Whether the hosts of all ranks wait at the end of this round."""
+        votes = self.guard is not None and self.guard.votes
+        return exchange.must_wait or votes or not self.buckets.ordered
+
+    def _has_parted(self, exchange: Exchange) -> bool:
+        """Whether others have dropped this round. See Note [Ranks that part]."""
+        if not (exchange.blocks or self._all_wait(exchange)):
+            return False
+        outcome = "The others drop their step, too, and nothing of it is kept"
+        return exchange.agreement.check(outcome) is not None
+
     def _hear(self, exchange: Exchange, flats: Sequence[torch.Tensor]) -> bool:
         """Read the vote where this rank needs it, and reduce what some rank has sent too late."""
-        votes = self.guard is not None and self.guard.votes
         if self.guard is not None:
             self.guard.look_at_sent(self._extra.items())
             self.guard.look_at_received(self.buckets.all, flats)
-        waits = exchange.must_wait or votes or not self.buckets.ordered
-        if not (waits or self._extra or 0 in self.used[: self.buckets.num_reduced]):
+        if not (
+            self._all_wait(exchange) or self._extra or 0 in self.used[: self.buckets.num_reduced]
+        ):
             return False
         answer = self.vote(waits=True).read()
         if answer.lost:
@@ -428,7 +449,8 @@ class Round:
         self.failure = self.failure or error
         try:
             # All processes raise that one together.
-            if self.exchange is not None and not isinstance(error, NonFiniteGradients):
+            alike = (NonFiniteGradients, RanksParted)
+            if self.exchange is not None and not isinstance(error, alike):
                 self.exchange.abandon(error)
         finally:
             self.drop()
