@@ -156,8 +156,6 @@ def test_tangents_of_forward_mode_are_refused(
     """Only where the module itself runs, they stay."""
 
     class Scaled(nn.Linear):
-        scale: Tensor
-
         def forward(self, x: Tensor) -> Tensor:
             calls.append(len(x))
             return super().forward(x) * self.scale * held[0]
@@ -177,13 +175,14 @@ def test_tangents_of_forward_mode_are_refused(
         if where == "parameter":
             weight = net.weight.detach()
             del net.weight
-            net.weight = forward_ad.make_dual(weight, weight)
+            net.weight = forward_ad.make_dual(weight, weight)  # type: ignore[assignment]
         batch = forward_ad.make_dual(x, x) if where in ("input", "targets") else x
 
-        def call() -> Any:
+        def call() -> Tensor:
             if where == "targets":
                 return model.loss(nn.MSELoss(), x, batch)
-            return model(batch)
+            output: Tensor = model(batch)
+            return output
 
         calls.clear()
         if count == 1 and not options:

@@ -25,6 +25,7 @@ from tests.process_groups import keep_group
 STEPS = 7
 #: Which ranks leave out which steps.
 ONE = {2: [1]}
+LAST = {6: [1]}
 FIRST = {0: [0]}
 TWICE = {2: [1], 3: [1]}
 MANY = {1: [0], 3: [1], 4: [1, 0], 5: [0]}
@@ -118,6 +119,8 @@ def hook(model: Any) -> None:
         (2, 1, ONE, {"nonfinite": "raise", "static_graph": True}, None),
         (2, 1, MANY, {}, hook),
         (2, 1, TWICE, {}, nn.Module.eval),
+        # It goes on to compare replicas.
+        (2, 1, LAST, {}, None),
     ],
 )
 def test_a_step_that_a_rank_leaves_out(

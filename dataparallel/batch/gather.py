@@ -12,7 +12,6 @@ batches of an accumulated step, is no mean over anything in its chunk: such loss
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -28,7 +27,6 @@ from dataparallel.batch.tree import Path, Structure, flatten
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
 from dataparallel.graph.functions import (
-    Alike,
     Gather,
     ReduceAddCoalesced,
     apply_function,
@@ -106,7 +104,7 @@ def gather(
 class _Cell(NamedTuple):
     """One place of the outputs, and how what the replicas returned there is put together."""
 
-    path: Path | str
+    path: Path
     #: None: it belongs to no sample.
     dim: int | None
     device: torch.device
@@ -199,39 +197,6 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     (joined,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
     result: Tensor = joined.to(dtype)
     return result
-
-
-def gather_result(
-    path: str,
-    tensors: Sequence[Tensor],
-    dim: int,
-    sizes: Sequence[int],
-    scalars: Scalars,
-    weights: Sequence[float],
-) -> Tensor:
-    """What replicas have left in one attribute, as one tensor on the device of the first.
-
-    ``sizes`` are those of the chunks. See Note [Results in attributes].
-    """
-    first = tensors[0]
-    are_scalars = not any(map(Tensor.dim, tensors))
-    have_samples = all([-x.dim() <= dim < x.dim() for x in tensors]) and (
-        [x.size(dim) for x in tensors] == list(sizes)
-    )
-    if len(tensors) == len(sizes) and (are_scalars or have_samples):
-        with contextlib.suppress(ValueError):
-            return _join_tensors(tensors, dim, _Cell(path, dim, first.device, scalars, weights))
-    otherwise = (
-        f"a gradient has come to {path!r}, a tensor of shape {tuple(first.shape)} that the module "
-        "keeps from replica 0: the other replicas have another one, and they cannot be put "
-        f"together along dim {dim}, by the samples of their chunks ({', '.join(map(str, sizes))}). "
-        "Return it from forward, or make it a 0-d tensor, and say by scalars='mean' or 'sum' what "
-        "becomes of those"
-    )
-    if len(tensors) < len(sizes):
-        tensors = [first, first.new_empty((*first.shape, 0))]
-    alike: Tensor = apply_function(Alike, otherwise, *tensors)
-    return alike
 
 
 # --- what chunks count ---------------------------------------------------------------------------

@@ -309,6 +309,17 @@ class ProcessLink:
         padded = torch.frombuffer(bytearray(data.ljust(int(max(sizes)))), dtype=torch.uint8)
         return [json.loads(bytes(part.tolist())) for part in self.all_gather(padded, what=what)]
 
+    def tell(self, *numbers: float, what: str) -> Pending:
+        """Tell all processes some numbers. Those of all, by rank, will be in what is ``sent``."""
+        own = torch.tensor(numbers * self.world_size, dtype=torch.float64, device=_HOST)
+        everyone = torch.empty_like(own)
+
+        def start(group: dist.ProcessGroup) -> Any:
+            # Straight from each to each, at half of what an all-reduce costs the host.
+            return dist.all_to_all_single(everyone, own, group=group, async_op=True)
+
+        return self._launch("all_to_all", what, start, everyone)
+
     def run(self, operation: str, sent: torch.Tensor, start: Start, *, what: str) -> None:
         """Launch a collective of torch and wait for it."""
         self._launch(operation, what, start, sent).wait()

@@ -530,7 +530,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             synchronizes, weight = self.require_backward_grad_sync, None
             reduces = synchronizes and torch.is_grad_enabled()
             if reduces:
-                weight = self._weight.take()
+                weight = self._weight.take() if self.options.average == "samples" else None
                 # At the end of backward it would write zeros over the gradients that this wrapper
                 # delivers, which its hooks do not see. In a single process it does not.
                 outer = torch_internals.active_torch_wrapper()
@@ -721,7 +721,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         """
         training = self._training
         _check_alone(self.options)
-        if training.is_lost(needs_others=True):
+        if training.is_lost(needs_others=True) or training.has_parted():
             training = self._build()
         leaves, processes = training.leaves, training.processes
         # What was changed on purpose is carried over first; it must not repair what was not.

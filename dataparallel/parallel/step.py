@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from dataparallel import kernels, torch_internals
-from dataparallel.batch.gather import Scalars, gather_result, join_scalars
+from dataparallel.batch.gather import join_scalars
 from dataparallel.batch.scatter import Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
-from dataparallel.graph.cut import ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.parallel.buffers import (
     BufferPolicy,
@@ -32,7 +31,7 @@ from dataparallel.parallel.buffers import (
     watch_of,
 )
 from dataparallel.parallel.loss import TARGETS, Loss
-from dataparallel.replicas.clones import ModuleClones, Parts, Result, check_placement
+from dataparallel.replicas.clones import ModuleClones, Parts, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread
@@ -139,30 +138,24 @@ class Runner:
         return None
 
     @contextlib.contextmanager
-    def using(self, replicas: Sequence[Any]) -> Iterator[ModuleClones | None]:
-        """Use what was lent last; gives the clones, if there are any."""
+    def using(self, replicas: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+        """Use what was lent last: what a forward wrote in the clones goes back to the original."""
         first, clones, returns = self._lent.pop(threading.get_ident(), (None, None, False))
         if clones is None or replicas[0] is not first:
             # It runs the module itself, or replicas that the user has made.
-            yield None
+            yield
             return
         try:
-            yield clones
+            yield
+            clones.check()
+            watch_of(clones.module, self._policy).look(clones)
+            if self._policy == "mean" and len(self.devices) > 1:
+                clones.merge_buffers(functools.partial(mean_buffer, sizes))
+            clones.commit()
         finally:
             clones.release()
             if returns:
                 self._idle.append(clones)
-
-    def check(self, clones: ModuleClones, sizes: Sequence[int]) -> bool:
-        """See that a forward wrote nothing that it must not, and merge buffers.
-
-        Returns whether replicas have assigned something to attributes.
-        """
-        assigned = clones.check()
-        watch_of(clones.module, self._policy).look(clones)
-        if self._policy == "mean" and len(self.devices) > 1:
-            clones.merge_buffers(functools.partial(mean_buffer, sizes))
-        return assigned
 
 
 def _span(timeline: Timeline | None, phase: Phase) -> AbstractContextManager[object]:
@@ -262,95 +255,31 @@ def _run_replicas(
             replicas = model.replicate(model.module, model.device_ids[: len(args)])
         called = replicas
         if training is not None and training.recorder is not None:
-            called = training.recorder.replace(
-                training.clones, replicas, args, _without_targets(kwargs)
-            )
+            named = kwargs
+            if loss is not None:
+                # The targets are the criterion's.
+                named = [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]
+            called = training.recorder.replace(training.clones, replicas, args, named)
     guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
-    with contextlib.ExitStack() as stack:
-        used = [stack.enter_context(runner.using(replicas))]
+    with runner.using(replicas, chunks.sizes):
         if loss is None:
-            forward = functools.partial(model.parallel_apply, called, args, kwargs)
+            with guarded:
+                outputs = model.parallel_apply(called, args, kwargs)
         else:
             criteria: Sequence[Any] = [loss.criterion] * len(args)
             if loss.module is not None and len(args) > 1:
                 criteria = runner.lend(loss.module, len(args))
-                used.append(stack.enter_context(runner.using(criteria)))
             each = zip(called, criteria, args, kwargs, chunks.sizes, strict=True)
-            calls = [functools.partial(loss, model.timeline, *one) for one in each]
-            forward = functools.partial(runner.run, calls)
-        with guarded:
-            outputs = forward()
-        clones, assigned = list(filter(None, used)), False
-        for one in clones:
-            assigned |= runner.check(one, chunks.sizes)
-        with _span(timeline, "gather"):
-            found = _results(clones, given or ()) if assigned else []
-            if found:
-                outputs = _beside(outputs, found)
-            if training is not None and given is not None:
-                weight = float(sum(counts)) if call.weight is None else call.weight
-                outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
-            results: dict[int, torch.Tensor] = {}
-            if found:
-                outputs, *columns = map(list, zip(*outputs, strict=True))
-                joining = (scalars, counts) if loss is None else None
-                results = _join_results(model, chunks, found, columns, joining)
-            for one in clones:
-                one.commit(results)
-            if loss is not None:
-                place = (
-                    model.device_ids[0] if model.output_device == "each" else model.output_device
+            with runner.using(criteria, chunks.sizes), guarded:
+                outputs = runner.run(
+                    [functools.partial(loss, model.timeline, *one) for one in each]
                 )
-                return loss.combine(outputs, place)
-            with runner.quiet():
-                return model._join(outputs, scalars, counts)
-
-
-# --- results in attributes -----------------------------------------------------------------------
-
-
-def _results(clones: Sequence[ModuleClones], given: Sequence[ReplicaInputs]) -> list[Result]:
-    """What the forward has left in attributes of modules."""
-    leaves = {id(leaf) for one in given for leaf in one.leaves}
-    return [result for one in clones for result in one.results(leaves)]
-
-
-def _beside(outputs: Sequence[Any], found: Sequence[Result]) -> list[Any]:
-    """Per replica its output, and for each result a list with its tensor, if it has one."""
-    return [(o, *[result.tensors[i : i + 1] for result in found]) for i, o in enumerate(outputs)]
-
-
-def _join_results(
-    model: DataParallel[Any],
-    chunks: Chunks,
-    found: Sequence[Result],
-    columns: Sequence[Sequence[Sequence[torch.Tensor]]],
-    joining: tuple[Scalars, Sequence[float]] | None,
-) -> dict[int, torch.Tensor]:
-    """What the modules get, by the ids of the tensors that replica 0 has left.
-
-    ``columns`` are the results as the cut has returned them; ``joining`` tells what becomes of 0-d
-    outputs, and what each chunk counts, where that is known.
-    """
-    joined = [[tensor for part in column for tensor in part] for column in columns]
-    if len(model.device_ids) == 1:
-        tensors = [column[0] for column in joined]
-    else:
-        scalars, counts = joining or join_scalars(
-            model.scalars,
-            chunks.args,
-            _without_targets(chunks.kwargs),
-            chunks.sizes,
-            weighs=False,
-        )
-        with model._runner.quiet():
-            tensors = [
-                gather_result(one.path, column, model.dim, chunks.sizes, scalars, counts)
-                for one, column in zip(found, joined, strict=True)
-            ]
-    return {id(one.tensors[0]): tensor for one, tensor in zip(found, tensors, strict=True)}
-
-
-def _without_targets(kwargs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The keyword arguments of the module alone; the targets are the criterion's."""
-    return [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]
+    with _span(timeline, "gather"):
+        if training is not None and given is not None:
+            weight = float(sum(counts)) if call.weight is None else call.weight
+            outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
+        if loss is not None:
+            place = model.device_ids[0] if model.output_device == "each" else model.output_device
+            return loss.combine(outputs, place)
+        with runner.quiet():
+            return model._join(outputs, scalars, counts)

@@ -174,6 +174,8 @@ class ReducerProcesses:
         #: How many processes have data.
         self.num_active = self.world_size
         self._failures, self._hooked = failures_of(parent), hooked
+        #: Their ranks in the default group.
+        self.ranks = self._failures.ranks
         self._has_failed = False
 
     def count_active(self, number: int) -> None:
@@ -282,20 +284,17 @@ class Agreement:
         elif forwards:
             self.open = processes.forwards.open_before(max(forwards, key=attrgetter("number")))
             number = len(self.open)
-        said = [0.0] * processes.world_size
-        said[processes.rank] = number
-        self._said = torch.tensor([weight, *said], dtype=torch.float64)
-        self._pending = processes.control.all_reduce(self._said, what="the begin of a round")
+        self._pending = processes.control.tell(weight, number, what="the begin of a round")
         self._is_checked = False
 
     @functools.cached_property
     def _heard(self) -> list[float]:
         self._pending.wait()
-        return self._said.tolist()
+        return self._pending.sent.tolist()
 
     def total_weight(self) -> float:
         """The sum of what all processes count in an average."""
-        return self._heard[0]
+        return sum(self._heard[::2])
 
     def check(self, outcome: str) -> RanksParted | None:
         """Look once whether ranks have left out different steps: an error where others have more.
@@ -306,12 +305,13 @@ class Agreement:
             return None
         self._is_checked = True
         forwards = self._processes.forwards
-        numbers = {i: n for i, n in enumerate(self._heard[1:]) if not math.isnan(n)}
+        numbers = {i: n for i, n in enumerate(self._heard[1::2]) if not math.isnan(n)}
         most = max(numbers.values(), default=0.0)
         if {most}.issuperset(numbers.values()):
             forwards.settle(self.open if self._forwards else ())
             return None
-        counts = "; ".join(f"rank {rank}: {int(number)}" for rank, number in numbers.items())
+        ranks = self._processes.ranks
+        counts = "; ".join(f"rank {ranks[i]}: {int(number)}" for i, number in numbers.items())
         failure = self._processes.failure_of(
             next(rank for rank, number in numbers.items() if number == most),
             "left out the backward of a step: it raised before it came to the wrapper, or was not "
