@@ -17,7 +17,7 @@ if _typing.TYPE_CHECKING:
     from dataparallel import collectives, comm, distributed_autograd, monitor, virtual
     from dataparallel.batch.gather import gather
     from dataparallel.batch.scatter import scatter, scatter_kwargs
-    from dataparallel.batch.tree import Replicate
+    from dataparallel.batch.tree import Replicate, register_batch_type
     from dataparallel.comm.bucket_plan import compute_bucket_assignment_by_size
     from dataparallel.comm.failures import telling_failures
     from dataparallel.devices import accelerators
@@ -56,6 +56,7 @@ _PLACES = {
     "init_process_group": "dataparallel.extras.elastic",
     "monitor": "dataparallel.monitor",
     "parallel_apply": "dataparallel.threads.apply",
+    "register_batch_type": "dataparallel.batch.tree",
     "replicate": "dataparallel.replicas.clones",
     "scatter": "dataparallel.batch.scatter",
     "scatter_kwargs": "dataparallel.batch.scatter",
@@ -113,6 +114,7 @@ __all__ = [
     "init_process_group",
     "monitor",
     "parallel_apply",
+    "register_batch_type",
     "replicate",
     "scatter",
     "scatter_kwargs",

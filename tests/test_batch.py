@@ -89,14 +89,15 @@ def test_gather_undoes_scatter(case: tuple[Any, int], num_slots: int, on: str) -
 def test_what_is_split_and_what_is_not(slots: list[str]) -> None:
     x, scale, marker = torch.randn(7, 2), torch.tensor(2.0), object()
     empty: list[Any] = [{}, [], ()]
-    rest = [3, None, marker, list("abc"), *empty]
+    # It is longer than the batch.
+    rest = [3, None, marker, list("abcd"), *empty, "text"]
     chunks = scatter({"query": x, "key": x, "s": scale, "t": [scale], "rest": rest}, slots)
     for chunk, part in zip(chunks, x.chunk(4), strict=True):
         assert_same(chunk["query"], part)
         # What is one tensor for the caller is one in each replica.
         assert chunk["query"] is chunk["key"] and chunk["s"] is chunk["t"][0]
         assert chunk["rest"][:4] == rest[:4]
-        assert all(a is b for a, b in zip(chunk["rest"][4:], empty, strict=True))
+        assert all(a is b for a, b in zip(chunk["rest"][4:7], empty, strict=True))
     assert isinstance(scatter(x, slots), tuple)
     assert isinstance(scatter([x], slots), list)
     (((chunk, whole),), _) = scatter_kwargs((x, Replicate(scale)), None, ["cpu"])

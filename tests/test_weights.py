@@ -110,7 +110,7 @@ def test_a_loss_is_not_divided_twice(wrapper: Any) -> None:
 )
 def test_weights_that_are_none(scalars: Any, error: type[Exception], match: str) -> None:
     x = torch.tensor([[0.0], [0.0], [1.0], [0.0]])
-    model = dp.DistributedDataParallel(nn.Linear(1, 2), ["cpu", "cpu"], scalars=scalars)
+    model = dp.DistributedDataParallel(Divides(), ["cpu", "cpu"], scalars=scalars)
     with pytest.raises(error, match=match):
         model(x)
     model.scalars = "stack"

@@ -8,6 +8,15 @@ weighs sum(w_i), so that ``average="samples"`` makes the mean over all chunks of
 
 A loss that a module has divided by what the caller gave it, such as the number of labels in all
 batches of an accumulated step, is no mean over anything in its chunk: such losses add up.
+
+Note [Outputs by samples]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A list that is in each replica as long as the chunk is taken for one entry per sample, and the lists
+are joined. It is not where its tensors all have the chunk's size along ``dim``, as feature maps do,
+where they differ in dtype or number of dimensions, or where ``scalars`` says that 0-d tensors are
+losses. What a wrapper has taken a list for holds for later batches, until it has another length
+than the chunk. The log is told once of a list whose entries are the same in all replicas, which may
+belong to no sample, and of each output that the wrapper cannot put together.
 """
 
 from __future__ import annotations
@@ -15,15 +24,40 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import math
+import numbers
+import operator
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from dataparallel.batch.scatter import DEFAULT, move_tensor, spread_dims
-from dataparallel.batch.tree import Path, Structure, flatten
+from dataparallel.batch.scatter import (
+    DEFAULT,
+    SAMPLES,
+    SUM,
+    Unit,
+    are_alike,
+    find_units,
+    is_within,
+    move,
+    move_tensor,
+    size_along,
+    spread_dims,
+)
+from dataparallel.batch.tree import (
+    Path,
+    Place,
+    Structure,
+    batch_type_of,
+    flatten,
+    fold,
+    is_array,
+    registered_type,
+)
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
 from dataparallel.graph.functions import (
@@ -39,8 +73,29 @@ ScalarsOption: TypeAlias = Scalars | Callable[..., float | Tensor | None]
 
 _CPU = torch.device("cpu")
 _KEEP_APART = 'to get one output per replica, use output_device="each"'
+_log = logging.getLogger("dataparallel")
 # By this name models of Hugging Face are given what some divide the sum of their losses by.
 _DIVISOR = "num_items_in_batch"
+
+
+class Notes:
+    """What a wrapper keeps in mind of inputs and outputs, by their paths."""
+
+    def __init__(self) -> None:
+        #: Lists that have had another length than the batch or the chunk: they hold no samples.
+        self.no_samples: set[str] = set()
+        #: Lists that were taken for one entry per sample, until they have another length.
+        self.by_samples: set[str] = set()
+        #: What the log has been told, each once.
+        self.told: dict[str, str] = {}
+        #: By which arguments calls were told apart whose outputs had a tensor without dimensions.
+        self.with_scalars: set[object] = set()
+
+    def warn(self, path: str, text: str) -> None:
+        """Tell the log what is unusual about an output, once."""
+        if path not in self.told:
+            self.told[path] = text
+            _log.warning("%s %s", path, text)
 
 
 def gather(
@@ -51,6 +106,7 @@ def gather(
     scalars: Scalars = "stack",
     weights: Sequence[float] | None = None,
     out_dims: Any = None,
+    chunk_sizes: Sequence[int] | None = None,
 ) -> Any:
     """Put the outputs of the replicas together.
 
@@ -59,6 +115,7 @@ def gather(
         gather([{"logits": a}, {"logits": b}], "cuda:0")           # {"logits": cat([a, b])}
         gather([loss_0, loss_1], 0, scalars="mean", weights=(24, 8))
         gather([(a, a.T), (b, b.T)], 0, out_dims=(0, 1))           # (cat([a, b]), its .T)
+        gather([["cat"], ["dog", "owl"]], 0, out_dims="samples")   # ["cat", "dog", "owl"]
 
     Args:
         outputs: One output per replica, all built alike.
@@ -68,97 +125,260 @@ def gather(
         scalars: What becomes of tensors without dimensions: ``"stack"`` makes a vector with one
             element per replica, ``"mean"`` one scalar weighted by ``weights``, ``"sum"`` their sum.
         weights: One number per replica for ``scalars="mean"``. Default: equal ones.
-        out_dims: A dim for each part of an output, as in :class:`dataparallel.DataParallel`.
-            Default: ``dim`` everywhere.
+        out_dims: A dim, ``"samples"``, ``"sum"`` or None for each part of an output, as in
+            :class:`dataparallel.DataParallel`. Default: ``dim`` everywhere.
+        chunk_sizes: Samples per replica, by which lists and arrays with one entry per sample are
+            recognized. Default: nothing is recognized.
 
     Returns:
-        One container as each replica returned it, with tensors concatenated as ``torch.cat`` does.
-        Other leaves, such as objects of unknown type that hold tensors, come once if all replicas
-        agree, else as a list with one per replica. For ``"each"`` the list of outputs.
+        One container as each replica returned it, with tensors concatenated as ``torch.cat`` does,
+        and lists and arrays with one entry per sample as well. Other leaves, such as objects of
+        unknown type that hold tensors, come once if all replicas agree, else as a list with one per
+        replica. For ``"each"`` the list of outputs.
 
     Raises:
+        TypeError: A generator was returned, or what cannot be added or joined as ``out_dims`` says.
         ValueError: The outputs are not built alike, ``out_dims`` is built in another way, shapes
             don't concatenate, a mean of integers is asked for, or an option has no such value.
     """
-    outputs = list(outputs)
+    options = scalars, weights or (), chunk_sizes, None
+    return join_outputs(list(outputs), target_device, dim, out_dims, *options)
+
+
+def join_outputs(
+    outputs: Sequence[Any],
+    target_device: DeviceLike | Literal["each"] | None,
+    dim: int,
+    out_dims: Any,
+    scalars: Scalars,
+    weights: Sequence[float],
+    sizes: Sequence[int] | None,
+    notes: Notes | None,
+) -> Any:
+    """Do what :func:`gather` says; ``notes`` are those of a wrapper, which tell the log."""
     if scalars not in get_args(Scalars):
         raise ValueError(f"scalars must be 'stack', 'mean' or 'sum', but got {scalars!r}")
     if target_device == "each":
         return outputs
     if not outputs:
         raise ValueError("gather needs the output of at least one replica, got none")
-    columns, structure = _columns(outputs)
-    dims = spread_dims(structure, DEFAULT if out_dims is None else out_dims, "outputs", "out_dims")
+    spec = DEFAULT if out_dims is None else out_dims
+    cell = _Cell("outputs", DEFAULT, dim, _CPU, scalars, weights, sizes, notes)
+    columns, structure = _columns(outputs, spec, cell)
+    dims = spread_dims(structure, spec, "outputs", "out_dims")
     if target_device is None:
         tensors = (leaf for column in columns for leaf in column if isinstance(leaf, Tensor))
         target_device = next((tensor.device for tensor in tensors), _CPU)
-    device = parse_output_device(target_device, _CPU)
+    cell = cell._replace(device=parse_output_device(target_device, _CPU))
     results = []
     for i, own in enumerate(dims):
-        along = dim if own is DEFAULT else own
-        cell = _Cell(Path("outputs", structure, i), along, device, scalars, weights or ())
-        results.append(_join(columns[i], cell))
+        one = cell._replace(path=Path("outputs", structure, i), own=own)
+        results.append(_join(columns[i], one))
     return structure.rebuild(results)
 
 
 class _Cell(NamedTuple):
     """One place of the outputs, and how what the replicas returned there is put together."""
 
-    path: Path
-    #: None: it belongs to no sample.
-    dim: int | None
+    path: Path | str
+    #: What ``out_dims`` says of it; None: it belongs to no sample.
+    own: Any
+    dim: int
     device: torch.device
     scalars: Scalars
     weights: Sequence[float]
+    #: Samples per replica; None where nobody knows.
+    sizes: Sequence[int] | None
+    notes: Notes | None
+
+    def warn(self, text: str) -> None:
+        """Tell the log something about it, once."""
+        if self.notes is not None and self.sizes is not None:
+            self.notes.warn(str(self.path), text)
 
 
-def _columns(outputs: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Structure]:
+def _columns(
+    outputs: Sequence[Any], spec: Any, cell: _Cell
+) -> tuple[list[tuple[Any, ...]], Structure]:
     """For each place what the replicas returned there, and how their outputs are built."""
     first, structure = flatten(outputs[0])
-    rows = [first]
-    for i, output in enumerate(outputs[1:], start=1):
-        leaves, other = flatten(output, like=structure)
-        rows.append(leaves)
+    flat = [(first, structure), *[flatten(output, like=structure) for output in outputs[1:]]]
+    units: list[Place] = []
+    for unit in find_units(structure, spec, "outputs", option="out_dims"):
+        if not is_within(unit.place, units) and (unit.is_told or _is_by_samples(unit, flat, cell)):
+            units.append(unit.place)
+    if units:
+        flat = [fold(*one, [place for place in units if _at(one[1], place)]) for one in flat]
+        structure = flat[0][1]
+    for i, (_, other) in enumerate(flat):
         if other != structure:
             raise ValueError(
                 f"the replicas return different containers: {structure} in replica 0 but {other} "
-                f"in replica {i}; {_KEEP_APART}"
+                f'in replica {i}; if a list has one entry per sample, say "samples" of it through '
+                f"out_dims; {_KEEP_APART}"
             )
-    return list(zip(*rows, strict=True)), structure
+    return list(zip(*[leaves for leaves, _ in flat], strict=True)), structure
+
+
+def _at(structure: Structure, place: Place) -> Structure | None:
+    """What is at a place of a container, if there is such a place."""
+    for position in place:
+        if position >= len(structure.children):
+            return None
+        structure = structure.children[position]
+    return structure
+
+
+def _leaves_at(leaves: Sequence[Any], structure: Structure, place: Place) -> Sequence[Any]:
+    node, start = structure.part(place)
+    return leaves[start : start + node.num_leaves]
+
+
+def _is_by_samples(
+    unit: Unit, flat: Sequence[tuple[Sequence[Any], Structure]], cell: _Cell
+) -> bool:
+    """True if a list has one entry per sample in each replica; see Note [Outputs by samples]."""
+    nodes = [_at(structure, unit.place) for _, structure in flat]
+    kind, sizes = unit.structure.kind, cell.sizes
+    if sizes is None or kind is None or not issubclass(kind, list):
+        return False
+    notes = cell.notes or Notes()
+    if [len(node.keys) if node else 0 for node in nodes] != [*sizes]:
+        notes.no_samples.add(unit.path)
+    if unit.path in notes.no_samples | notes.by_samples:
+        return unit.path not in notes.no_samples
+    rows = [_leaves_at(*one, unit.place) for one in flat]
+    found = [[leaf for leaf in row if isinstance(leaf, Tensor)] for row in rows]
+    shapes = {tensor.shape for row in found for tensor in row}
+    columns = zip(*rows, strict=False)
+    is_same = len(shapes) == 1 if shapes else all([_agree(column) for column in columns])
+    if shapes:
+        alike = all(
+            are_alike(unit._replace(structure=node, start=0), row)
+            for node, row in zip(nodes, rows, strict=True)
+            if node is not None
+        )
+        pairs = [(t, size) for row, size in zip(found, sizes, strict=True) for t in row if t.dim()]
+        are_parts = bool(pairs) and all([size_along(t, cell.dim) == size for t, size in pairs])
+        are_losses = torch.Size() in shapes and cell.scalars != "stack"
+        if are_parts or are_losses or not alike or unit.spec is not DEFAULT:
+            return False
+    notes.by_samples.add(unit.path)
+    if is_same and len(rows) > 1:
+        cell._replace(path=unit.path).warn(
+            f"is a list as long as each replica's chunk ({sizes[0]}), and was taken for one entry "
+            'per sample: the lists were joined; say "samples" of it through out_dims, or None if '
+            "it belongs to no sample, or an int if each entry is a tensor with all samples"
+        )
+    return True
 
 
 def _join(column: Sequence[Any], cell: _Cell) -> Any:
     """What the replicas returned in one place, as one leaf."""
-    first = column[0]
-    if cell.dim is None:
+    first, own = column[0], cell.own
+    if own is None:
         return move_tensor(first, cell.device) if isinstance(first, Tensor) else first
     num_tensors = sum(map(isinstance, column, itertools.repeat(Tensor)))
     if num_tensors == len(column):
-        return _join_tensors(column, cell.dim, cell)
+        if own == SUM:
+            return _add_tensors(column, cell)
+        return _join_tensors(column, cell)
     if num_tensors:
         kinds = ", ".join(type(leaf).__name__ for leaf in column)
         raise ValueError(
             f"{cell.path} has these types in the replicas: {kinds}; return a tensor in all of them "
             f"or in none; {_KEEP_APART}"
         )
+    if own == SUM:
+        return _add_numbers(column, cell)
+    if _are_samples(column, cell):
+        holder = batch_type_of(first)
+        assert holder is not None and holder.join is not None
+        return move(holder.join(column), cell.device)
+    return _join_others(column, cell)
+
+
+def _are_samples(column: Sequence[Any], cell: _Cell) -> bool:
+    """True if lists, arrays or registered objects hold samples, and are to be joined."""
+    holders = [batch_type_of(leaf) for leaf in column]
+    joins = all([holder is not None and holder.join is not None for holder in holders])
+    if cell.own == SAMPLES:
+        if not joins and any(not isinstance(leaf, (str, type(None))) for leaf in column):
+            raise TypeError(
+                f'out_dims says "samples" of {cell.path}, which is a {type(column[0]).__name__}, '
+                "and nothing tells how such are joined; return a list or a tensor, or register the "
+                "class with dataparallel.register_batch_type(..., join=)"
+            )
+        return joins
+    if not joins or (is_array(column[0]) and cell.sizes is None):
+        return False
+    if is_array(column[0]):
+        return all(map(operator.eq, map(len, column), cell.sizes or ()))
+    # A list that is a leaf and not empty was taken for samples before.
+    return registered_type(type(column[0])) is not None or all(map(len, column))
+
+
+def _join_others(column: Sequence[Any], cell: _Cell) -> Any:
+    """The value of all replicas, or a list with that of each."""
+    first = column[0]
+    if len(column) > 1 and isinstance(first, types.GeneratorType):
+        raise TypeError(
+            f"{cell.path} is a generator, whose code would run after the forward and outside of "
+            "the replicas; return a list or a tuple"
+        )
+    is_number = isinstance(first, numbers.Number)
+    same = _agree(column)
+    if not same:
+        found = f" ({', '.join(map(str, column))})" if is_number else ""
+        cell.warn(
+            f"is of type {type(first).__name__}, differs between the replicas{found}, and comes as "
+            'a list with one per replica; say "sum" through out_dims to add numbers, None to take '
+            "that of replica 0, or return tensors, lists with one entry per sample, or objects of "
+            "a class for which register_batch_type has join="
+        )
+    elif type(first) is int and len(column) > 1 and cell.sizes and {*cell.sizes} == {first}:
+        cell.warn(
+            f"is {first} in each replica, as many as its chunk has samples, and comes once; say "
+            '"sum" through out_dims to add the counts of the chunks, or None if it is none'
+        )
+    return first if same else list(column)
+
+
+def _agree(column: Sequence[Any]) -> bool:
+    """True if all replicas returned the same value."""
+    first = column[0]
     try:
-        same = all(
+        return all(
             leaf is first or (type(leaf) is type(first) and bool(leaf == first)) for leaf in column
         )
     except (RuntimeError, TypeError, ValueError):
         # Such objects (arrays) compare element by element: they have no one answer.
-        same = False
-    return first if same else list(column)
+        return False
 
 
-def _join_tensors(column: Sequence[Tensor], dim: int, cell: _Cell) -> Tensor:
+def _add_numbers(column: Sequence[Any], cell: _Cell) -> Any:
+    if all(leaf is None for leaf in column):
+        return None
+    for leaf in column:
+        if not isinstance(leaf, numbers.Number) and not is_array(leaf):
+            raise TypeError(
+                f'out_dims says "sum" of {cell.path}, which is a {type(leaf).__name__}; numbers, '
+                "arrays and tensors can be added"
+            )
+    return functools.reduce(operator.add, column)
+
+
+def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     are_scalars = not any(map(Tensor.dim, column))
     stacks = are_scalars and cell.scalars == "stack"
     if len(column) == 1 and not stacks:
         return move_tensor(column[0], cell.device)
     if are_scalars and not stacks:
         return _join_scalars(column, cell)
+    dim = cell.own if isinstance(cell.own, int) else cell.dim
     if not stacks:
+        if column[0].is_nested:
+            return _join_nested(column, cell)
         try:
             joint_dim([tensor.shape for tensor in column], dim)
         except ValueError as error:
@@ -168,35 +388,75 @@ def _join_tensors(column: Sequence[Tensor], dim: int, cell: _Cell) -> Tensor:
             ) from error
     column = behind_own_nodes(column, cell.device)
     gathered: Tensor = apply_function(Gather, cell.device, dim, *column)
+    if not stacks and cell.sizes is not None and gathered.size(dim) != sum(cell.sizes):
+        _warn_of_size(column, gathered, cell)
     return gathered
+
+
+def _join_nested(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+    holder = batch_type_of(column[0])
+    assert holder is not None and holder.join is not None
+    joined: Tensor = holder.join([tensor.to(cell.device) for tensor in column])
+    return joined
+
+
+def _warn_of_size(column: Sequence[Tensor], gathered: Tensor, cell: _Cell) -> None:
+    if cell.own is DEFAULT and cell.sizes is not None:
+        cell.warn(
+            f"has shape {tuple(column[0].shape)} in replica 0, where {cell.sizes[0]} samples would "
+            f"be along dim {cell.dim}, and is concatenated to {tuple(gathered.shape)}; if it "
+            'belongs to no sample, say None through out_dims to take that of replica 0, or "sum" '
+            f"to add; {cell.dim} says that it is right as it is"
+        )
+
+
+def _add_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+    """The sum of tensors of one shape."""
+    shapes = [tuple(tensor.shape) for tensor in column]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f'out_dims says "sum" of {cell.path}, but its shapes in the replicas differ: {shapes}'
+        )
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in column])
+    # As in torch.sum, truth values are counted.
+    dtype = torch.int64 if dtype == torch.bool else dtype
+    return _sum([tensor.to(dtype) for tensor in column], cell.device)
+
+
+def _sum(terms: Sequence[Tensor], device: torch.device) -> Tensor:
+    terms = behind_own_nodes(terms, device)
+    (total,) = apply_function(ReduceAddCoalesced, device, 1, *terms)
+    result: Tensor = total
+    return result
 
 
 def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     """The mean or the sum of 0-d tensors."""
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in column])
     if cell.scalars == "sum":
-        terms = [tensor.to(dtype) for tensor in column]
-    elif not dtype.is_floating_point and not dtype.is_complex:
+        return _sum([tensor.to(dtype) for tensor in column], cell.device)
+    if not dtype.is_floating_point and not dtype.is_complex:
         raise ValueError(
             f"{cell.path} is a 0-d tensor of {dtype}, which has no mean; convert it to float"
         )
-    else:
-        wide = torch.promote_types(dtype, torch.float32)
-        # If all chunks are empty, a mean over nothing has no value; let it show as in a bare mean.
-        weights = cell.weights if any(cell.weights) else (1,) * len(column)
-        if len(weights) != len(column) or min(weights) < 0:
-            raise ValueError(
-                f"there is a weight for each replica, and none is negative, but there are "
-                f"{len(column)} replicas and the weights {tuple(weights)}"
-            )
-        total = float(sum(weights))
-        # A replica without samples has no say, whatever its mean over nothing is.
-        pairs = [pair for pair in zip(column, weights, strict=True) if pair[1] > 0]
-        terms = [tensor.to(wide) * (weight / total) for tensor, weight in pairs]
-    terms = behind_own_nodes(terms, cell.device)
-    (joined,) = apply_function(ReduceAddCoalesced, cell.device, 1, *terms)
-    result: Tensor = joined.to(dtype)
-    return result
+    wide = torch.promote_types(dtype, torch.float32)
+    # If all chunks are empty, a mean over nothing has no value; let it show as in a bare mean.
+    weights = cell.weights if any(cell.weights) else (1,) * len(column)
+    if len(weights) != len(column) or min(weights) < 0:
+        raise ValueError(
+            f"there is a weight for each replica, and none is negative, but there are "
+            f"{len(column)} replicas and the weights {tuple(weights)}"
+        )
+    total = float(sum(weights))
+    # A replica without samples has no say, whatever its mean over nothing is.
+    pairs = [pair for pair in zip(column, weights, strict=True) if pair[1] > 0]
+    terms = [tensor.to(wide) * (weight / total) for tensor, weight in pairs]
+    return _sum(terms, cell.device).to(dtype)
+
+
+def has_scalars(output: Any) -> bool:
+    """True if what a replica returned has a tensor without dimensions."""
+    return any([isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in flatten(output)[0]])
 
 
 # --- what chunks count ---------------------------------------------------------------------------

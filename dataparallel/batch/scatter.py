@@ -1,16 +1,43 @@
-"""From the arguments of a call to the chunks of the replicas: first a plan, then the copies."""
+"""From the arguments of a call to the chunks of the replicas: first a plan, then the copies.
+
+Note [Lists of samples]
+~~~~~~~~~~~~~~~~~~~~~~~
+A list may hold the parts of a batch, each with all samples along ``dim``; or the samples, one by
+one; or nothing of the batch. The values do not tell: an image has 3 channels, and a batch may have
+3 samples. So nobody guesses. ``in_dims`` says it, or the rest of the call shows it:
+
+- Tensors that differ in dtype or number of dimensions are parts: samples are alike.
+- Where other tensors of the call show the batch size, tensors that all have it are parts, unless
+  the list is just as long. A list without tensors is no list of samples if its length is another.
+- Everything else is an error that names what to write.
+
+A wrapper keeps in mind which lists have once had another length than the batch, so that no later
+batch, such as a last one that is smaller, is refused because it happens to be as long as a list.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from dataparallel.batch.tree import Path, Replicate, Structure, flatten, held_tensors, may_hold
+from dataparallel.batch.tree import (
+    Path,
+    Place,
+    Replicate,
+    Structure,
+    batch_type_of,
+    find_movable,
+    flatten,
+    fold,
+    held_tensors,
+    may_hold,
+    registered_type,
+)
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
 from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
@@ -34,8 +61,19 @@ class BatchSplitter(Protocol):
 #: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
 DEFAULT: Any = object()
 
-#: What becomes of a leaf. Replicas share an "unknown" object if it holds nothing of the batch.
-Action = Literal["split", "copy", "share", "unknown"]
+#: What `in_dims` and `out_dims` say of lists and objects that hold the samples one by one.
+SAMPLES = "samples"
+_UNTOLD = (DEFAULT, SAMPLES)
+#: What `out_dims` says of numbers and tensors that are added.
+SUM = "sum"
+#: The words that each option knows, and how messages list them.
+_WORDS = {"in_dims": (SAMPLES,), "out_dims": (SAMPLES, SUM)}
+#: The keyword argument under which the targets of a loss are split beside those of the module.
+TARGETS = "targets of the loss"
+
+#: What becomes of a leaf: a tensor is split, a list or an object is divided by samples. Replicas
+#: share an "unknown" object if it holds nothing of the batch.
+Action = Literal["split", "divide", "copy", "share", "unknown"]
 
 
 class Leaf(NamedTuple):
@@ -45,6 +83,8 @@ class Leaf(NamedTuple):
     path: Path
     action: Action
     dim: int = -1
+    #: How many samples it has; -1 for what is not split.
+    size: int = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +123,9 @@ def scatter(
         chunk_sizes: Samples per slot; the last slots may get none. Default: as ``torch.chunk``
             divides.
         in_dims: A dim for all tensors, or a mapping or sequence that gives one for each part of
-            ``inputs``, where ``None`` means whole to each replica. Default: ``dim`` everywhere.
+            ``inputs``, where ``None`` means whole to each replica, and ``"samples"`` that a list,
+            an array or an object has one entry per sample. Default: ``dim`` everywhere; lists
+            within ``inputs`` that may hold samples are refused.
 
     Returns:
         One container per replica that takes part, a single one if no tensor is split: a tuple for a
@@ -91,13 +133,14 @@ def scatter(
 
     Raises:
         TypeError: A ``PackedSequence``, or an object of unknown type with a batch, is to be split.
-        ValueError: Batch sizes disagree, ``dim`` is out of range, ``chunk_sizes`` don't add up, or
-            a device doesn't exist.
+        ValueError: Batch sizes disagree, ``dim`` is out of range, ``chunk_sizes`` don't add up, a
+            device doesn't exist, or a list may hold samples or not.
     """
     slots = parse_devices(target_gpus)
     # Here None cannot mean "nothing is split": one would not scatter then.
     spec = DEFAULT if in_dims is None else in_dims
-    plan = plan_container(inputs, "inputs", spec, len(slots), dim, chunk_sizes)
+    roots: Sequence[Place] = () if spec == SAMPLES else ((),)
+    plan = plan_container(inputs, "inputs", spec, len(slots), dim, chunk_sizes, roots)
     chunks = execute(plan, slots)
     return tuple(chunks) if isinstance(inputs, torch.Tensor) else chunks
 
@@ -155,16 +198,24 @@ def plan_scatter(
     dim: int = 0,
     chunk_sizes: Sequence[int] | ChunkSizesOf | None = None,
     in_dims: Mapping[str | int, Any] | None = None,
+    known: set[str] | None = None,
 ) -> ScatterPlan:
-    """Decide how the arguments of one call are split; see :func:`dataparallel.scatter_kwargs`."""
+    """Decide how the arguments of one call are split; see :func:`dataparallel.scatter_kwargs`.
+
+    ``known`` are the lists that hold no samples; see Note [Lists of samples].
+    """
     given = Arguments(() if args is None else args, {} if kwargs is None else dict(kwargs))
+    roots: list[Place] = [(), (0,)]
+    if type(given.kwargs.get(TARGETS)) is tuple:
+        # It holds arguments, as that of the positional ones does.
+        roots.append((1, list(given.kwargs).index(TARGETS)))
     spec = DEFAULT
     if in_dims is not None:
         # Not every call gives all arguments.
         items, count = in_dims.items(), len(given.inputs)
         by_place = {key: dims for key, dims in items if not isinstance(key, str) and key < count}
         spec = by_place, {key: dims for key, dims in items if key in given.kwargs}
-    return plan_container(given, "", spec, num_slots, dim, chunk_sizes)
+    return plan_container(given, "", spec, num_slots, dim, chunk_sizes, roots, known)
 
 
 def plan_container(
@@ -174,39 +225,62 @@ def plan_container(
     num_slots: int,
     dim: int,
     chunk_sizes: Sequence[int] | ChunkSizesOf | None,
+    roots: Collection[Place] = (),
+    known: set[str] | None = None,
 ) -> ScatterPlan:
-    """Plan any container, which messages call ``name``."""
+    """Plan any container, which messages call ``name``; at ``roots`` it has no lists of samples."""
     values, structure = flatten(container)
-    leaves: list[Leaf] = []
+    units = list(find_units(structure, in_dims, name, roots))
+    if units:
+        _refuse_doubtful(units, values, structure, (in_dims, name, dim), num_slots, known)
+        values, structure = fold(values, structure, {unit.place for unit in units if unit.is_told})
+    leaves = _decide_all(values, structure, in_dims, name, dim)
     by_action: dict[Action, list[Leaf]] = {}
-    for i, own in enumerate(spread_dims(structure, in_dims, name)):
-        leaf = _decide(values[i], Path(name, structure, i), own, dim)
-        leaves.append(leaf)
+    for leaf in leaves:
         by_action.setdefault(leaf.action, []).append(leaf)
-    total = _batch_size(by_action.get("split", ()))
+    total = _batch_size([*by_action.get("split", ()), *by_action.get("divide", ())])
     sizes = settle(total, num_slots, chunk_sizes)
     if "unknown" in by_action and total is not None and len(sizes) > 1:
-        _refuse_batches(by_action["unknown"], total, dim)
+        _refuse_batches(by_action["unknown"], total, dim, known)
     return ScatterPlan(structure, leaves, by_action, total, sizes)
 
 
-def _decide(value: Any, path: Path, own: int | None, dim: int) -> Leaf:
-    """What becomes of a leaf, whose ``own`` dim, None or ``DEFAULT`` is given."""
+def _decide_all(
+    values: Sequence[Any], structure: Structure, in_dims: Any, name: str, dim: int
+) -> list[Leaf]:
+    dims = spread_dims(structure, in_dims, name)
+    return [_decide(values[i], Path(name, structure, i), own, dim) for i, own in enumerate(dims)]
+
+
+def _decide(value: Any, path: Path, own: Any, dim: int) -> Leaf:
+    """What becomes of a leaf, of which ``in_dims`` says its ``own``."""
     if isinstance(value, torch.Tensor):
-        if own is None or (own is DEFAULT and value.dim() == 0):
+        if own is None or (own in _UNTOLD and value.dim() == 0):
             return Leaf(value, path, "copy")
-        along = dim if own is DEFAULT else own
+        along = dim if own in _UNTOLD else own
+        if value.is_nested and along == 0:
+            return Leaf(value, path, "divide", size=value.size(0))
         if not -value.dim() <= along < value.dim():
             raise ValueError(
                 f"dim {along} is out of range for {path} of shape {tuple(value.shape)}; give such "
                 "an argument another dim, or None, through in_dims"
             )
-        return Leaf(value, path, "split", along % value.dim())
+        along %= value.dim()
+        return Leaf(value, path, "split", along, value.size(along))
     if isinstance(value, PackedSequence):
         raise TypeError(
             f"{path} is a PackedSequence, which interleaves the samples and cannot be split; "
             "pass the padded tensor and the lengths, and call pack_padded_sequence inside forward"
         )
+    if own is not None and (own == SAMPLES or registered_type(type(value)) is not None):
+        holder = batch_type_of(value)
+        if holder is not None:
+            return Leaf(value, path, "divide", size=holder.length(value))
+        if may_hold(value) and not isinstance(value, dict):
+            raise TypeError(
+                f"{path} is a {type(value).__name__}, and nothing tells how it is divided by "
+                "samples; register its class with dataparallel.register_batch_type"
+            )
     is_empty = isinstance(value, (list, tuple, dict)) and not value
     is_known = own is None or is_empty or not may_hold(value)
     return Leaf(value, path, "share" if is_known else "unknown")
@@ -219,20 +293,9 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
     """What an option says of each leaf of a container: a dim, None, or :data:`DEFAULT`."""
     if spec is None or structure.kind is Replicate:
         return [None] * structure.num_leaves
-    if spec is DEFAULT or isinstance(spec, int):
-        if not structure.is_marked:
-            return [spec] * structure.num_leaves
-        # A marker further down says more than the dim of the container.
-        below = [spec] * len(structure.children)
-    elif isinstance(spec, Mapping) and all(key in structure.keys for key in spec):
-        below = [spec.get(key, DEFAULT) for key in structure.keys]
-    elif isinstance(spec, (tuple, list)) and len(spec) == len(structure.keys):
-        below = list(spec)
-    else:
-        raise ValueError(
-            f"{option} says {spec!r} of {path}, which is {structure}; give an int or None for all "
-            "of it, a list of these with an entry for each part, or a dict for some"
-        )
+    if not structure.is_marked and _is_for_all(spec, option):
+        return [spec] * structure.num_leaves
+    below = _specs_below(structure, spec, path, option)
     if not structure.children:
         return [DEFAULT]
     dims: list[Any] = []
@@ -241,33 +304,233 @@ def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_di
     return dims
 
 
+def _is_for_all(spec: Any, option: str) -> bool:
+    """True if an entry of an option holds for all that is in a container."""
+    is_word = isinstance(spec, str) and spec in _WORDS[option]
+    return spec is DEFAULT or isinstance(spec, int) or is_word
+
+
+def _specs_below(structure: Structure, spec: Any, path: str, option: str) -> list[Any]:
+    """What an option says of each child of a container."""
+    if _is_for_all(spec, option):
+        return [spec] * len(structure.children)
+    if isinstance(spec, Mapping) and all(key in structure.keys for key in spec):
+        return [spec.get(key, DEFAULT) for key in structure.keys]
+    if isinstance(spec, (tuple, list)) and len(spec) == len(structure.keys):
+        return list(spec)
+    words = ", ".join(map(repr, _WORDS[option]))
+    raise ValueError(
+        f"{option} says {spec!r} of {path}, which is {structure}; give an int, {words} or None for "
+        "all of it, a list of these with an entry for each part, or a dict for some"
+    )
+
+
+# --- lists ---------------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """A list, or an object of a registered class, that may hold samples one by one."""
+
+    place: Place
+    path: str
+    structure: Structure
+    #: Where its leaves begin among those of the whole container.
+    start: int
+    #: What the option says of it.
+    spec: Any
+    #: Whether it is known to hold samples.
+    is_told: bool
+
+    def entries(self, leaves: Sequence[Any]) -> list[Sequence[Any]]:
+        """The leaves of each of its entries."""
+        found, start = [], self.start
+        for child in self.structure.children:
+            found.append(leaves[start : start + child.num_leaves])
+            start += child.num_leaves
+        return found
+
+    def tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors in it that have dimensions."""
+        own = leaves[self.start : self.start + self.structure.num_leaves]
+        return [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.dim()]
+
+
+def find_units(
+    structure: Structure,
+    spec: Any,
+    path: str,
+    roots: Collection[Place] = (),
+    option: str = "in_dims",
+    place: Place = (),
+    start: int = 0,
+) -> Iterator[Unit]:
+    """The lists and registered objects of a container, outer ones first, except at ``roots``.
+
+    What is within one that is known to hold samples is none.
+    """
+    if not structure.has_units or spec is None or structure.kind is Replicate:
+        return
+    is_registered = registered_type(structure.kind or object) is not None
+    is_list = structure.is_list and not structure.is_marked and place not in roots
+    is_told = False
+    if (is_list or is_registered) and _is_for_all(spec, option):
+        is_told = is_registered or spec == SAMPLES
+        yield Unit(place, path, structure, start, spec, is_told)
+    if not is_told and any([child.has_units for child in structure.children]):
+        below = _specs_below(structure, spec, path, option)
+        for i, child in enumerate(structure.children):
+            where = structure.child_path(path, i)
+            yield from find_units(child, below[i], where, roots, option, (*place, i), start)
+            start += child.num_leaves
+
+
+def are_alike(unit: Unit, leaves: Sequence[Any]) -> bool:
+    """True if the entries of a list are built alike, as samples are."""
+    kinds = set()
+    for child, own in zip(unit.structure.children, unit.entries(leaves), strict=True):
+        tensors = [leaf for leaf in own if isinstance(leaf, torch.Tensor)]
+        kinds.add((str(child), *[(tensor.dtype, tensor.dim()) for tensor in tensors]))
+    return len(kinds) == 1
+
+
+def _refuse_doubtful(
+    units: Sequence[Unit],
+    leaves: Sequence[Any],
+    structure: Structure,
+    told: tuple[Any, str, int],
+    num_slots: int,
+    known: set[str] | None,
+) -> None:
+    """Raise a ValueError if lists may hold samples or not; see Note [Lists of samples]."""
+    in_dims, name, dim = told
+    doubtful = [unit for unit in units if not unit.is_told and _may_hold_samples(unit, leaves)]
+    if not doubtful:
+        return
+    aside = {unit.place for unit in units if unit.is_told or unit in doubtful}
+    others = _decide_all(*fold(leaves, structure, aside), in_dims, name, dim)
+    size = _batch_size([leaf for leaf in others if leaf.size >= 0])
+    refused: list[Unit] = []
+    for unit in doubtful:
+        if is_within(unit.place, [outer.place for outer in refused]):
+            continue
+        tensors, length = unit.tensors(leaves), len(unit.structure.keys)
+        if size is None:
+            refused += [unit] if tensors else []
+            continue
+        fits = all([size_along(tensor, dim) == size for tensor in tensors])
+        if fits and length != size and known is not None:
+            known.add(unit.path)
+        is_harmless = fits and (1 in (size, num_slots) or unit.path in (known or ()))
+        if length == size and not is_harmless:
+            refused.append(unit)
+    if refused:
+        raise ValueError(_about_lists(refused, structure, size, dim, leaves))
+
+
+def _may_hold_samples(unit: Unit, leaves: Sequence[Any]) -> bool:
+    """True if nobody has said what a list holds, and its entries are alike."""
+    if unit.tensors(leaves):
+        return unit.spec is DEFAULT and are_alike(unit, leaves)
+    return True
+
+
+def is_within(place: Place, others: Iterable[Place]) -> bool:
+    """True if a part of a container is a part of one of those at other places."""
+    return any([place[: len(other)] == other for other in others])
+
+
+def size_along(tensor: torch.Tensor, dim: int) -> int | None:
+    """The size of a tensor along a dim; None if it has no such dim."""
+    return tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else None
+
+
+def _about_lists(
+    units: Sequence[Unit],
+    structure: Structure,
+    size: int | None,
+    dim: int,
+    leaves: Sequence[Any],
+) -> str:
+    """What an error says of lists that may hold samples or not, and of what to do."""
+    found = " and ".join(
+        f"{unit.path} is a {getattr(unit.structure.kind, '__name__', '')} of length "
+        f"{len(unit.structure.keys)}"
+        for unit in units
+    )
+    batch = "" if size is None else f", which is the number of samples of the batch, {size}"
+    keys = [_key_of(unit, structure) for unit in units]
+    text = f"{found}{batch}, and nothing tells whether it has one entry per sample; divide it "
+    text += f"by samples with in_dims={_entries(keys, SAMPLES)}, or give it whole to each replica "
+    text += f"with in_dims={_entries(keys, None)} or Replicate(...)"
+    if any([unit.tensors(leaves) for unit in units]):
+        text += f", or split each tensor in it along dim {dim} with in_dims={_entries(keys, dim)}"
+    return text
+
+
+def _entries(keys: Sequence[Any], value: Any) -> str:
+    return repr(dict.fromkeys(keys, value))
+
+
+def _key_of(unit: Unit, structure: Structure) -> Any:
+    """By which key ``in_dims`` tells something of the argument in which a list is."""
+    if structure.kind is not Arguments:
+        return structure.keys[unit.place[0]]
+    key = structure.part(unit.place[:1])[0].keys[unit.place[1]]
+    return "targets" if key == TARGETS else key
+
+
 # --- sizes ---------------------------------------------------------------------------------------
 
 
 def _batch_size(split: Sequence[Leaf]) -> int | None:
-    """The size that all tensors have along the dim along which they are split."""
+    """The number of samples that all have which are split."""
     found: dict[int, Leaf] = {}
     for leaf in split:
-        found.setdefault(leaf.value.size(leaf.dim), leaf)
+        found.setdefault(leaf.size, leaf)
     if len(found) > 1:
         sizes = " and ".join(
             f"{leaf.path} has {size} along dim {leaf.dim} (shape {tuple(leaf.value.shape)})"
+            if leaf.action == "split"
+            else f"{leaf.path} has {size} samples"
             for size, leaf in found.items()
         )
         raise ValueError(
             f"tensors that are split must agree on the batch size, but {sizes}; mark what belongs "
-            "to all samples with Replicate(...) or None in in_dims, or give it another dim there"
+            "to all samples with Replicate(...) or None in in_dims, or give it another dim there; "
+            'a list with one entry per sample is divided with "samples" in in_dims'
         )
     return next(iter(found), None)
 
 
-def _refuse_batches(unknown: Sequence[Leaf], batch_size: int, dim: int) -> None:
+def _refuse_batches(
+    unknown: Sequence[Leaf], batch_size: int, dim: int, known: set[str] | None
+) -> None:
     """Raise a TypeError if an object, which replicas would share, holds a batch."""
     for leaf in unknown:
+        _refuse_length(leaf, batch_size, known)
         for tensor in held_tensors(leaf.value):
             if -tensor.dim() <= dim < tensor.dim() and tensor.size(dim) == batch_size:
                 found = f"it holds a tensor of shape {tuple(tensor.shape)}, with the {batch_size} "
                 raise TypeError(_about_shared(leaf, f"{found}samples along dim {dim}"))
+
+
+def _refuse_length(leaf: Leaf, batch_size: int, known: set[str] | None) -> None:
+    """Raise a TypeError if an object, which replicas would share, is as long as the batch."""
+    holder = batch_type_of(leaf.value)
+    if holder is None:
+        return
+    length, path = None, str(leaf.path)
+    with contextlib.suppress(Exception):
+        length = holder.length(leaf.value)
+    if length != batch_size and known is not None:
+        known.add(path)
+    if length == batch_size and path not in (known or ()):
+        raise TypeError(
+            f"{path} is a {type(leaf.value).__name__} of length {length}, which is the number of "
+            "samples of the batch, and nothing tells whether it has one entry per sample; divide "
+            'it with "samples" in in_dims, or give it whole to each replica with None in in_dims '
+            "or Replicate(...)"
+        )
 
 
 def settle(
@@ -308,6 +571,8 @@ def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
             parts[key] = _split(leaf, plan.sizes, slots)
         if leaf.action in ("split", "copy"):
             rows.append(parts[key])
+        elif leaf.action == "divide":
+            rows.append(_divide(leaf, plan.sizes, slots))
         else:
             rows.append([leaf.value] * len(slots))
     return list(map(plan.structure.rebuild, zip(*rows, strict=True)))
@@ -319,6 +584,26 @@ def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> S
     tensors = behind_own_nodes([leaf.value], slots[0])
     chunks: tuple[torch.Tensor, ...] = apply_function(Scatter, slots, sizes, leaf.dim, *tensors)
     return chunks
+
+
+def _divide(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
+    """The samples that each slot gets of a list, or of an object that holds them one by one."""
+    holder = batch_type_of(leaf.value)
+    assert holder is not None
+    if len(slots) == 1:
+        return [move(leaf.value, slots[0])]
+    parts, start = [], 0
+    for size, slot in zip(sizes, slots, strict=True):
+        part = holder.take(leaf.value, start, start + size)
+        if holder.length(part) != size:
+            raise ValueError(
+                f"{leaf.path} is a {type(leaf.value).__name__} of {leaf.size} samples, but of "
+                f"those from {start} to {start + size} it gives {holder.length(part)}; see take= "
+                "of dataparallel.register_batch_type"
+            )
+        parts.append(move(part, slot))
+        start += size
+    return parts
 
 
 def _whole(
@@ -369,8 +654,17 @@ def move(container: Any, device: DeviceLike | None) -> Any:
     leaves, structure = flatten(container)
     if device is not None:
         target = parse_output_device(device, torch.device("cpu"))
-        leaves = [move_tensor(x, target) if isinstance(x, torch.Tensor) else x for x in leaves]
+        moved = list(find_movable(structure))
+        leaves, structure = fold(leaves, structure, moved)
+        leaves = [_put(leaf, target) for leaf in leaves]
     return structure.rebuild(leaves)
+
+
+def _put(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
+        return move_tensor(leaf, device)
+    holder = batch_type_of(leaf) if may_hold(leaf) else None
+    return leaf if holder is None or holder.to is None else holder.to(leaf, device)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ Note [Objects of unknown type]
 A leaf that is no tensor goes to each replica as the one object that it is. For a number, a name or
 a configuration that is right. An object that holds a batch would reach each replica whole, and one
 that a module fills (a cache of keys and values) would be filled by all replicas at the same time.
-Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same.
+Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same. A class that
+is registered with :func:`register_batch_type` says itself how its objects are divided by samples.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import dataclasses
 import enum
 import functools
 import gc
+import itertools
 import operator
+import sys
 import types
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +45,9 @@ _LEAF_TYPES = (torch.Tensor, *_OPAQUE, PackedSequence)
 #: How many values are looked at in one object: a vocabulary has more, and a batch has fewer.
 _MOST_VALUES = 10_000
 
+T = TypeVar("T")
+#: Where a part of a container is: the position of a child, that of one of its children, and so on.
+Place: TypeAlias = tuple[int, ...]
 _Make: TypeAlias = Callable[[Sequence[Any]], Any]
 #: The keys of a container, its children, what makes another one of others, and the context of a
 #: registered one.
@@ -81,6 +87,22 @@ class Structure:
     num_leaves: int = dataclasses.field(default=1, compare=False, repr=False)
     #: Whether there is a :class:`Replicate` in it.
     is_marked: bool = dataclasses.field(default=False, compare=False, repr=False)
+    #: Whether it, or a part of it, is of a kind that may hold samples one by one.
+    has_units: bool = dataclasses.field(default=False, compare=False, repr=False)
+
+    @property
+    def is_list(self) -> bool:
+        """True for a list or a tuple whose parts have no names."""
+        is_sequence = self.kind is not None and issubclass(self.kind, (list, tuple))
+        return is_sequence and isinstance(self.keys, range)
+
+    def part(self, place: Place) -> tuple[Structure, int]:
+        """The structure at a place, and how many leaves are before it."""
+        found, start = self, 0
+        for position in place:
+            start += sum([child.num_leaves for child in found.children[:position]])
+            found = found.children[position]
+        return found, start
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Build the container again around ``leaves``, without any :class:`Replicate`."""
@@ -152,7 +174,7 @@ def flatten(obj: Any, *, like: Structure = LEAF) -> tuple[list[Any], Structure]:
         return [obj], LEAF
     leaves: list[Any] = []
     children: list[Structure] = []
-    is_marked = kind is Replicate
+    is_marked, has_units = kind is Replicate, is_plain or _may_be_unit(kind)
     for position, value in enumerate(values):
         # Mostly there are no keyword arguments.
         if (type(value) is dict and not value) or isinstance(value, _LEAF_TYPES):
@@ -163,8 +185,148 @@ def flatten(obj: Any, *, like: Structure = LEAF) -> tuple[list[Any], Structure]:
         found, child = flatten(value, like=below)
         leaves += found
         children.append(child)
-        is_marked = is_marked or child.is_marked
-    return leaves, Structure(kind, keys, tuple(children), context, make, len(leaves), is_marked)
+        is_marked, has_units = is_marked or child.is_marked, has_units or child.has_units
+    parts = tuple(children)
+    return leaves, Structure(kind, keys, parts, context, make, len(leaves), is_marked, has_units)
+
+
+def fold(
+    leaves: Sequence[Any], structure: Structure, units: Collection[Place], here: Place = ()
+) -> tuple[list[Any], Structure]:
+    """Make the parts of a container that are at some places leaves of it."""
+    if here in units:
+        return [structure.rebuild(leaves)], LEAF
+    if structure.kind is None or not units:
+        return list(leaves), structure
+    found: list[Any] = []
+    children, start = [], 0
+    for position, child in enumerate(structure.children):
+        end = start + child.num_leaves
+        below, folded = fold(leaves[start:end], child, units, (*here, position))
+        found += below
+        children.append(folded)
+        start = end
+    parts = tuple(children)
+    return found, dataclasses.replace(structure, children=parts, num_leaves=len(found))
+
+
+# --- what holds samples one by one ----------------------------------------------------------------
+
+
+class BatchType(NamedTuple):
+    """How objects of one class hold the samples of a batch."""
+
+    #: How many samples there are.
+    length: Callable[[Any], int] = len
+    #: Those from one number up to another one.
+    take: Callable[[Any, int, int], Any] = lambda batch, start, stop: batch[start:stop]
+    #: One of several; None where nobody has said how.
+    join: Callable[[Sequence[Any]], Any] | None = None
+    #: The object on a device; None for a container, and for what holds no tensors.
+    to: Callable[[Any, torch.device], Any] | None = None
+
+
+def _join_lists(parts: Sequence[Any]) -> Any:
+    return (tuple if isinstance(parts[0], tuple) else list)(itertools.chain(*parts))
+
+
+def _nested(tensors: Sequence[torch.Tensor], layout: torch.layout) -> torch.Tensor:
+    result: torch.Tensor = torch.nested.as_nested_tensor(list(tensors), layout=layout)
+    return result
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    return batch.to(device)
+
+
+_LIST = BatchType(join=_join_lists)
+_ARRAY = BatchType(join=lambda arrays: sys.modules["numpy"].concatenate(arrays))
+_OTHER = BatchType()
+_NESTED = BatchType(
+    lambda tensor: tensor.size(0),
+    lambda tensor, start, stop: _nested(tensor.unbind()[start:stop], tensor.layout),
+    lambda parts: _nested([*itertools.chain(*[part.unbind() for part in parts])], parts[0].layout),
+    _to_device,
+)
+_registered: dict[type, BatchType] = {}
+
+
+def register_batch_type(
+    cls: type[T],
+    *,
+    length: Callable[[T], int] = len,  # type: ignore[assignment]
+    take: Callable[[T, int, int], T] = _OTHER.take,
+    join: Callable[[Sequence[T]], T] | None = None,
+    to: Callable[[T, torch.device], T] | None = None,
+) -> type[T]:
+    """Let the wrappers divide the objects of a class by samples, wherever they are in a batch.
+
+    Example::
+
+        class Graphs(list):                     # with a length and [start:stop]; often with .to()
+            pass
+
+        dataparallel.register_batch_type(Graphs)
+
+    Args:
+        cls: The class; it holds for classes derived from it, too.
+        length: The number of samples of an object. Default: its ``len``.
+        take: ``take(batch, start, stop)`` returns an object with these samples. Default:
+            ``batch[start:stop]``.
+        join: Makes one object of those that replicas return. Default: the wrapper returns a list
+            with one per replica.
+        to: ``to(batch, device)`` returns the object on a device. Default: ``batch.to(device)`` if
+            the class has such a method; otherwise tensors move if the class is a container.
+
+    Returns:
+        ``cls``, so that this can be a decorator.
+    """
+    if to is None and hasattr(cls, "to"):
+        to = _to_device
+    _registered[cls] = BatchType(length, take, join, to)
+    return cls
+
+
+def registered_type(kind: type) -> BatchType | None:
+    """How objects of a registered class hold samples; None for every other class."""
+    if not _registered:
+        return None
+    return next((_registered[base] for base in kind.__mro__ if base in _registered), None)
+
+
+def find_movable(structure: Structure, place: Place = ()) -> Iterator[Place]:
+    """The places of objects in a container that know themselves how to get to a device."""
+    if _registered and structure.has_units:
+        holder = registered_type(structure.kind or object)
+        if holder is not None and holder.to is not None:
+            yield place
+            return
+        for i, child in enumerate(structure.children):
+            yield from find_movable(child, (*place, i))
+
+
+def batch_type_of(value: Any) -> BatchType | None:
+    """How an object holds samples one by one, if it does; None if it cannot."""
+    if isinstance(value, torch.Tensor):
+        return _NESTED if value.is_nested else None
+    found = registered_type(type(value))
+    if found is not None or isinstance(value, (*_OPAQUE, dict, PackedSequence)):
+        return found
+    if isinstance(value, (list, tuple)):
+        return _LIST
+    if is_array(value):
+        return _ARRAY if value.ndim else None
+    return _OTHER if hasattr(value, "__len__") and hasattr(value, "__getitem__") else None
+
+
+def is_array(value: Any) -> bool:
+    """True for an array of numpy, which is not imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _may_be_unit(kind: type) -> bool:
+    return issubclass(kind, (list, tuple)) or registered_type(kind) is not None
 
 
 # --- kinds of containers --------------------------------------------------------------------------

@@ -31,12 +31,15 @@ from torch import Tensor, nn
 
 from dataparallel import torch_internals
 from dataparallel.batch.gather import (
+    Notes,
     Scalars,
     ScalarsOption,
     gather,
+    join_outputs,
     nothing_to_split,
 )
 from dataparallel.batch.scatter import (
+    TARGETS,
     BatchSplitter,
     ScatterPlan,
     execute,
@@ -50,10 +53,10 @@ from dataparallel.devices import (
     parse_devices,
     parse_output_device,
 )
-from dataparallel.errors import chosen
+from dataparallel.errors import chosen, listed
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
-from dataparallel.parallel.loss import TARGETS, Loss, Weight, arguments
+from dataparallel.parallel.loss import Loss, Weight, arguments
 from dataparallel.parallel.step import Call, Chunks, Runner
 from dataparallel.replicas.clones import check_placement, is_spread, place
 from dataparallel.threads.timeline import Timeline
@@ -68,6 +71,11 @@ OutputDevice = DeviceLike | Literal["each"] | None
 _log = logging.getLogger("dataparallel")
 # What torch's wrappers put before the names of their module.
 _PREFIX = "module."
+# Layers that take an input of two dimensions for one sequence without a batch.
+_OF_SEQUENCES = (
+    *(nn.RNNBase, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder),
+    *(nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
 
 
 class _Forward(functools.partial[Any]):
@@ -112,11 +120,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
             the number of labels, as a number or a 0-d tensor (for which the host waits). If it
             returns None for all chunks, the wrapper adds the outputs.
         in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
-            argument whole to each replica. Example: ``{"mask": None, 1: 1}``.
+            argument whole to each replica. ``"samples"``: a list, an array or an object with one
+            entry per sample is divided. ``"targets"`` names those of :meth:`loss`, too. Example:
+            ``{"mask": None, 1: 1, "captions": "samples"}``.
         out_dims: Batch dimension of outputs where it is not ``dim``: an int, or a tuple, list or
             dict with an entry for each part of the output, such as ``(0, 1)`` for
             ``nn.LSTM(batch_first=True)``, whose states have the batch in dim 1. ``None``: the part
-            belongs to no sample, and the call returns that of replica 0.
+            belongs to no sample, and the call returns that of replica 0. ``"samples"``: it has one
+            entry per sample. ``"sum"``: the numbers or tensors of the replicas are added.
 
     Attributes:
         timeline: Tells listeners in which phase the replicas are.
@@ -135,7 +146,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     # Whether a single replica may be on several devices itself.
     _MAY_SPREAD = False
     # What belongs to one wrapper alone, and a copy makes anew.
-    _NOT_COPIED: tuple[str, ...] = ("_runner", "timeline", "_splitter")
+    _NOT_COPIED: tuple[str, ...] = ("_runner", "timeline", "_splitter", "_notes")
 
     def __init__(
         self,
@@ -174,6 +185,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.scalars = scalars
         self.in_dims = dict(in_dims or {})
         self.out_dims = out_dims
+        if len(devices) > 1 and dim == 0:
+            _warn_of_time_first(module)
         self._begin_life()
         self._spread = self._MAY_SPREAD and len(devices) == 1 and is_spread(module)
         # Last: without a module, all that is set is the wrapper's own.
@@ -186,6 +199,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.timeline = Timeline(self.device_ids)
         self._runner = Runner(self.device_ids, self.buffer_policy, self.timeline)
         self._splitter: BatchSplitter | None = None
+        self._notes = Notes()
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -195,14 +209,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Split the inputs, run the replicas, gather their outputs.
 
         Args:
-            inputs, kwargs: Arguments of the module. Tensors in them are split along ``dim``;
-                everything else goes to each replica.
+            inputs, kwargs: Arguments of the module. Tensors in them are split along ``dim``, lists
+                as ``in_dims`` says; everything else goes to each replica.
 
         Returns:
             The outputs in the structure that the module returns, on ``output_device``.
 
         Raises:
-            ValueError: The inputs cannot be split, or the module is not on the first device.
+            ValueError: The inputs cannot be split, a list may hold samples or not, or the module is
+                not on the first device.
             RuntimeError: The forward wrote parameters in place, or a ``torch.func`` transform is
                 active around several replicas.
         """
@@ -245,11 +260,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if len(devices) == 1:
             device = None if self._spread else devices[0]
             return self._counted([move(inputs, device)], [move(dict(kwargs), device)])
+        if isinstance(self.module, _OF_SEQUENCES):
+            _refuse_unbatched(self.module, inputs)
         plan = self._plan(inputs, kwargs, len(devices))
         if plan.batch_size is None and (inputs or kwargs):
             raise ValueError(
                 f"{nothing_to_split((*inputs, *kwargs.values()))}; give at least one "
-                "with a batch dimension, or call .module, which splits nothing"
+                'with a batch dimension, say "samples" through in_dims of a list, an array or an '
+                "object with one entry per sample, or call .module, which splits nothing"
             )
         shared = plan.by_action.get("unknown", ()) if len(plan.sizes) > 1 else ()
         own, named = zip(*execute(plan, devices), strict=True)
@@ -264,9 +282,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
             places: dict[Any, int] = {name: i for i, name in enumerate(names)}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
+            if TARGETS in kwargs and "targets" in self.in_dims:
+                in_dims[TARGETS] = self.in_dims["targets"]
         splitter = self._splitter if num_slots > 1 else None
         chunk_sizes = None if splitter is None else splitter.chunk_sizes
-        return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims)
+        known = self._notes.no_samples
+        return plan_scatter(inputs, kwargs, num_slots, self.dim, chunk_sizes, in_dims, known)
 
     def _counted(self, args: Sequence[Any], kwargs: Sequence[Any]) -> Chunks:
         """Chunks that no plan has made; a plan of each tells its number of samples."""
@@ -304,7 +325,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
     def _join(
-        self, outputs: list[Any], scalars: Scalars = "stack", counts: Sequence[float] = ()
+        self,
+        outputs: list[Any],
+        scalars: Scalars = "stack",
+        counts: Sequence[float] = (),
+        sizes: Sequence[int] | None = None,
     ) -> Any:
         """The outputs of one forward, as the caller gets them."""
         if len(self.device_ids) == 1:
@@ -313,13 +338,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return move(outputs[0], None if self._spread else self.output_device)
         if getattr(self.gather, "__func__", None) is not DataParallel.gather:
             return self.gather(outputs, self.output_device)
-        return gather(
-            outputs,
-            self.output_device,
-            self.dim,
-            scalars=scalars,
-            weights=counts if scalars == "mean" else None,
-            out_dims=self.out_dims,
+        weights = counts if scalars == "mean" else ()
+        dims = self.dim, self.out_dims
+        return join_outputs(
+            outputs, self.output_device, *dims, scalars, weights, sizes, self._notes
         )
 
     # --- loss ------------------------------------------------------------------------------
@@ -609,6 +631,36 @@ def not_default(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[
     """Arguments of a function that differ from their defaults."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if value != known[name].default}
+
+
+def time_first_layers(module: nn.Module) -> list[str]:
+    """The names of torch's layers in a module that have the batch in dim 1, not 0."""
+    return [
+        name or type(layer).__name__
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)) and not layer.batch_first
+    ]
+
+
+def _warn_of_time_first(module: nn.Module) -> None:
+    found = time_first_layers(module)
+    if found:
+        _log.warning(
+            "the module has layers with batch_first=False (%s), which take the batch in dim 1, and "
+            "the wrapper splits dim 0 of the inputs; pass dim=1, or make the layers with "
+            "batch_first=True, unless the module itself turns its inputs",
+            listed(found),
+        )
+
+
+def _refuse_unbatched(module: nn.Module, inputs: Sequence[Any]) -> None:
+    """Raise a ValueError for one sequence without a batch dimension."""
+    if inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 2:
+        raise ValueError(
+            f"{type(module).__name__} takes an input of shape {tuple(inputs[0].shape)} for one "
+            "sequence without a batch, which cannot be split over replicas; give it three "
+            "dimensions, or call .module"
+        )
 
 
 def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dataparallel.batch.gather import read_weight
+from dataparallel.batch.scatter import TARGETS
 from dataparallel.threads.timeline import Timeline
 
 Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]
@@ -148,10 +149,6 @@ def _unreduced(
 
 
 # --- any criterion ---------------------------------------------------------------------------
-
-
-#: The keyword argument under which the targets are split beside the arguments of the module.
-TARGETS = "targets of the loss"
 
 
 def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from dataparallel import kernels, torch_internals
-from dataparallel.batch.gather import join_scalars
-from dataparallel.batch.scatter import Leaf, watch
+from dataparallel.batch.gather import has_scalars, join_scalars
+from dataparallel.batch.scatter import TARGETS, Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.graph.functions import refuse_tangents
@@ -30,7 +30,7 @@ from dataparallel.parallel.buffers import (
     runs_by_itself,
     watch_of,
 )
-from dataparallel.parallel.loss import TARGETS, Loss
+from dataparallel.parallel.loss import Loss
 from dataparallel.replicas.clones import ModuleClones, Parts, check_placement
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
@@ -244,9 +244,13 @@ def _run_replicas(
     """The chunks through the replicas, and what becomes of their outputs."""
     runner, loss, training = model._runner, call.loss, call.training
     with _span(timeline, "scatter"):
-        scalars, counts = join_scalars(
-            model.scalars if loss is None else "stack", *chunks[:4], weighs=call.weight is None
-        )
+        rule = model.scalars if loss is None else "stack"
+        weigh = functools.partial(join_scalars, rule, *chunks[:4], weighs=call.weight is None)
+        # Its function is not for outputs without scalars. It may wait for the device, so that it
+        # comes before the forward where such a call has had scalars.
+        kind = len(chunks.args[0]), *chunks.kwargs[0]
+        waits = callable(rule) and call.weight is not None
+        joining = None if waits and kind not in model._notes.with_scalars else weigh()
         args, kwargs, given = chunks.args, chunks.kwargs, None
         if training is not None:
             args, kwargs, given = training.begin(args, kwargs)
@@ -275,6 +279,10 @@ def _run_replicas(
                     [functools.partial(loss, model.timeline, *one) for one in each]
                 )
     with _span(timeline, "gather"):
+        if joining is None and has_scalars(outputs[0]):
+            model._notes.with_scalars.add(kind)
+            joining = weigh()
+        scalars, counts = joining or ("stack", chunks.sizes)
         if training is not None and given is not None:
             weight = float(sum(counts)) if call.weight is None else call.weight
             outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
@@ -282,4 +290,4 @@ def _run_replicas(
             place = model.device_ids[0] if model.output_device == "each" else model.output_device
             return loss.combine(outputs, place)
         with runner.quiet():
-            return model._join(outputs, scalars, counts)
+            return model._join(outputs, scalars, counts, None if chunks.fault else chunks.sizes)
