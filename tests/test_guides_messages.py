@@ -101,7 +101,8 @@ def on_virtual(net: nn.Module) -> Any:
 
 RAISED: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "Default process group has not been initialized": lambda net, x: DistributedSampler([0]),  # type: ignore[arg-type]
-    "Attempted to use an uninitialized parameter": lambda net, x: on_cpu(nn.LazyLinear(3))(x),
+    "object is not subscriptable": lambda net, x: on_cpu(nn.Sequential(net))[0],
+    "has no len()": lambda net, x: len(on_cpu(nn.Sequential(net))),
     "cannot replicate ... (RecursiveScriptModule)": lambda net, x: on_cpu(scripted())(x),
     "Expected all tensors to be on the same device": lambda net, x: nn.functional.mse_loss(
         on_virtual(net)(x), x[:, :3]
@@ -167,3 +168,87 @@ def test_a_machine_without_accelerators(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, "dataparallel"):
         dp.DataParallel(nn.Linear(4, 3))
     assert caplog.messages[0].startswith("no accelerator was found: one replica on the CPU")
+
+
+# --- mistakes that no page quotes, since the error says what to do -------------------------------
+
+
+class Distilled(nn.Module):
+    """A module with a teacher that is no part of it."""
+
+    def __init__(self, hide: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.student = nn.Linear(4, 3)
+        self.student.__dict__["teacher"] = hide(nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        teacher: Any = self.student.teacher
+        found = teacher[0](x) if isinstance(teacher, list) else teacher(x)
+        output: Tensor = self.student(x) + found
+        return output
+
+
+def traced(model: nn.Module, x: Tensor) -> object:
+    trace: Any = torch.jit.trace
+    return trace(model, x)
+
+
+FOLLOWED = "was to be exported or traced, .* export the module, which has the weights: .module"
+LEFT = (
+    "these attributes hold tensors that are no parts of the module, so that no replica has its "
+    "own: 'student.teacher' on cpu; register them as submodules"
+)
+
+
+@pytest.fixture(params=[dp.DataParallel, dp.DistributedDataParallel])
+def wrapper(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def test_a_lazy_layer(wrapper: Any) -> None:
+    net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(affine=False))
+    match = (
+        r"uninitialized parameters or buffers, '0.weight', '0.bias', '1.running_mean' and 1 more"
+    )
+    with pytest.raises(ValueError, match=match):
+        wrapper(net, ["cpu", "cpu"])(torch.randn(6, 4))
+    net(torch.randn(6, 4))
+    assert wrapper(net, ["cpu", "cpu"])(torch.randn(6, 4)).shape == (6, 3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_wrapper_that_is_traced_or_exported(wrapper: Any) -> None:
+    x = torch.randn(6, 4)
+    for count in (1, 2):
+        model = wrapper(nn.Linear(4, 3), ["cpu"] * count)
+        with pytest.raises(RuntimeError, match=FOLLOWED):
+            torch.export.export(model, (x,))
+        torch.testing.assert_close(torch.export.export(model.module, (x,)).module()(x), model(x))
+    with pytest.raises(RuntimeError, match=FOLLOWED):
+        traced(model, x)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [lambda net: net, lambda net: [net], lambda net: lambda x: net(x), lambda net: net.forward],
+    ids=["a module", "a list", "a function", "a method"],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_teacher_that_is_no_part_of_the_module(
+    wrapper: Any, hide: Callable[[nn.Module], Any], count: int
+) -> None:
+    model = wrapper(Distilled(hide), ["virtual:0", "virtual:1"][:count])
+    with pytest.raises(RuntimeError, match="on the same device") as caught:
+        model(torch.randn(6, 4))
+    assert any(LEFT in note for note in vars(caught.value)["__notes__"])
+    net = Distilled(hide)
+    del net.student.teacher
+    net.student.teacher = nn.Linear(4, 3)
+    assert wrapper(net, ["virtual:0", "virtual:1"][:count])(torch.randn(6, 4)).shape == (6, 3)
+
+
+def test_an_error_of_devices_that_no_attribute_explains() -> None:
+    model = on_virtual(Returns(lambda net, x: net.layer(x) + torch.ones(3)))
+    with pytest.raises(RuntimeError, match="on the same device") as caught:
+        model(torch.randn(6, 4))
+    assert not any("these attributes" in note for note in vars(caught.value)["__notes__"])

@@ -218,9 +218,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         Raises:
             ValueError: The inputs cannot be split, a list may hold samples or not, or the module is
                 not on the first device.
-            RuntimeError: The forward wrote parameters in place, or a ``torch.func`` transform is
-                active around several replicas.
+            RuntimeError: The forward wrote parameters in place, a ``torch.func`` transform is
+                active around several replicas, or the wrapper is traced or exported.
         """
+        several = len(self.device_ids) > 1
+        if torch.compiler.is_exporting() or (several and torch_internals.tracing_state()):
+            raise RuntimeError(
+                f"a {type(self).__name__} was to be exported or traced, which cannot follow "
+                "replicas in threads; export the module, which has the weights: .module"
+            )
         with torch.autograd.profiler.record_function("DataParallel.forward"), self._begin() as call:
             return step.run(self, call, inputs, kwargs)
 

@@ -71,7 +71,7 @@ from dataparallel.reducer.options import (
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas, verify_across_processes
-from dataparallel.replicas.clones import check_placement, is_spread
+from dataparallel.replicas.clones import check_placement, is_spread, refuse_uninitialized
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class Training:
                 "replicas wait for each other, nor with a module whose layers are on several "
                 "devices; leave one of them out"
             )
+        refuse_uninitialized(module)
         if not model._spread:
             check_placement(module, model.device_ids[0])
         self._module, self._options = module, options

@@ -22,6 +22,7 @@ from dataparallel.batch.gather import has_scalars, join_scalars
 from dataparallel.batch.scatter import TARGETS, Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
+from dataparallel.errors import add_note, listed
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.parallel.buffers import (
     BufferPolicy,
@@ -31,7 +32,7 @@ from dataparallel.parallel.buffers import (
     watch_of,
 )
 from dataparallel.parallel.loss import Loss
-from dataparallel.replicas.clones import ModuleClones, Parts, check_placement
+from dataparallel.replicas.clones import ModuleClones, Parts, check_placement, left_elsewhere
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread
@@ -193,11 +194,28 @@ def run(
     model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """One forward: the gathered outputs, or the loss of the batch."""
-    if model._splitter is None:
-        return _run(model, call, inputs, kwargs)
-    criterion = None if call.loss is None else call.loss.module
-    attempt = functools.partial(_run, model, call, inputs, kwargs)
-    return model._splitter.attempt(attempt, (model.module, criterion), (inputs, kwargs))
+    try:
+        if model._splitter is None:
+            return _run(model, call, inputs, kwargs)
+        criterion = None if call.loss is None else call.loss.module
+        attempt = functools.partial(_run, model, call, inputs, kwargs)
+        return model._splitter.attempt(attempt, (model.module, criterion), (inputs, kwargs))
+    except RuntimeError as error:
+        if "on the same device" in str(error):
+            _explain(error, model)
+        raise
+
+
+def _explain(error: RuntimeError, model: DataParallel[Any]) -> None:
+    """Add to torch's error on devices which tensors nobody has moved, if there are some."""
+    left = left_elsewhere(model.module, model.device_ids[0])
+    if left:
+        add_note(
+            error,
+            f"these attributes hold tensors that are no parts of the module, so that no replica "
+            f"has its own: {listed(left)}; register them as submodules, parameters or buffers "
+            "(what is not trained with requires_grad_(False))",
+        )
 
 
 def _run(

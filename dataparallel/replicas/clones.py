@@ -36,6 +36,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dataparallel import torch_internals
 from dataparallel.devices import DeviceLike, parse_devices
@@ -69,6 +70,7 @@ class Parts:
 
     Raises:
         TypeError: A module in the tree cannot be cloned.
+        ValueError: A parameter or buffer is not initialized.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -83,6 +85,7 @@ class Parts:
                 )
             self.modules.append(module)
             self.names.append(name)
+        refuse_uninitialized(root)
         tables = _tables(self.modules)
         parameters, buffers = (
             {id(t): t for t in _joined(map(dict.values, some)) if t is not None}
@@ -129,6 +132,40 @@ class Parts:
             for name in names:
                 substitute(self.modules[index].__dict__[name], note)
         return list(found.values())
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Raise a ValueError that names parameters and buffers of lazy layers, which have no shape."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    lazy = [repr(name) for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"the module has uninitialized parameters or buffers, {listed(lazy)}: lazy layers make "
+            "them in their first forward; run the module itself on a batch, net(x), before it is "
+            "wrapped"
+        )
+
+
+def left_elsewhere(module: nn.Module, device: torch.device) -> list[str]:
+    """Attributes of a module that hold tensors on another device, which are no parts of it."""
+    parts = Parts(module)
+    ours = set(map(id, (*parts.modules, *parts.parameters, *parts.buffers)))
+    found = []
+    for index, names in parts.references.items():
+        for name in names:
+            held: list[torch.Tensor] = []
+
+            def note(part: Any, held: list[torch.Tensor] = held) -> Any:
+                if id(part) not in ours:
+                    is_module = isinstance(part, nn.Module)
+                    held += (*part.parameters(), *part.buffers()) if is_module else [part]
+                return part
+
+            substitute(parts.modules[index].__dict__[name], note)
+            places = {str(tensor.device) for tensor in held} - {str(device)}
+            path = f"{parts.names[index]}.{name}".lstrip(".")
+            found += [f"{path!r} on {', '.join(sorted(places))}"] if places else []
+    return found
 
 
 def check_placement(module: nn.Module, device: torch.device) -> None:
