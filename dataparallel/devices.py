@@ -255,8 +255,16 @@ def use_stream(stream: Stream) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with use_device(stream.device), stream:
-        yield
+    device = stream.device
+    module: Any = torch.get_device_module(device)
+    with use_device(device):
+        # Not `with stream`, which keeps what was current in the object, for all threads together.
+        before = module.current_stream(device)
+        module.set_stream(stream)
+        try:
+            yield
+        finally:
+            module.set_stream(before)
 
 
 def wait_stream(waiting: Stream, awaited: Stream) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -112,6 +114,34 @@ def test_memory_is_kept_for_a_recorded_stream(recorded: bool) -> None:
     del tensor
     stream.synchronize()
     assert (result.tolist() == [3.0] * 4) == recorded
+
+
+def test_threads_within_one_stream_leave_it_as_they_came() -> None:
+    shared = devices.copy_stream(VIRTUAL[0])
+    assert shared is not None
+    # The first thread to come is the first to go.
+    both_inside, first_is_out = threading.Barrier(2), threading.Event()
+    first_is_in = threading.Event()
+
+    def work(index: int) -> bool:
+        own = torch.Stream(VIRTUAL[0])
+        with devices.use_device(VIRTUAL[1]):
+            torch.accelerator.set_stream(own)
+            torch.accelerator.set_device_index(1)
+            if index:
+                first_is_in.wait(10)
+            with devices.use_stream(shared):
+                first_is_in.set()
+                both_inside.wait(10)
+                if index:
+                    first_is_out.wait(10)
+                assert devices.current_stream(VIRTUAL[0]) == shared
+            came_back = devices.current_stream(VIRTUAL[0]) == own
+            first_is_out.set()
+            return came_back and torch.accelerator.current_device_index() == 1
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [True, True]
 
 
 def test_what_is_recorded() -> None:
