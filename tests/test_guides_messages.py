@@ -252,3 +252,24 @@ def test_an_error_of_devices_that_no_attribute_explains() -> None:
     with pytest.raises(RuntimeError, match="on the same device") as caught:
         model(torch.randn(6, 4))
     assert not any("these attributes" in note for note in vars(caught.value)["__notes__"])
+
+
+def test_losses_that_come_as_a_vector(wrapper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for options, told in (({}, 1), ({"scalars": "mean"}, 0)):
+        model = wrapper(
+            Returns(lambda net, x: {"loss": net.layer(x).sum()}), ["cpu"] * 2, **options
+        )
+        caplog.clear()
+        for _ in range(2):
+            model(torch.randn(6, 4))
+        found = [
+            text for text in caplog.messages if "a vector with one element per replica" in text
+        ]
+        assert len(found) == told and all('scalars="mean"' in text for text in found)
+
+
+def test_a_function_of_scalars_without_its_labels(wrapper: Any) -> None:
+    net = Returns(lambda net, x, labels=None: net.layer(x).sum())
+    model = wrapper(net, ["cpu", "cpu"], scalars=lambda x, labels: len(labels))
+    with pytest.raises(TypeError, match=r"argument: 'labels'\nin the function of scalars=, which"):
+        model(torch.randn(6, 4))

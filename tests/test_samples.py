@@ -416,7 +416,7 @@ def test_outputs_by_samples(
         (lambda y: y.T.mean(1).repeat(2), None, (12,), r"outputs has shape \(6,\) in"),
         (lambda y: {"a": type("Box", (), {})()}, {"a": None}, None, ""),
         (lambda y: dp, None, None, ""),
-        (lambda y: y.sum(), None, (2,), ""),
+        (lambda y: y.sum(), None, (2,), "outputs is a 0-d tensor in each replica, and comes as a"),
         (lambda y: y.sum().item(), None, None, r"outputs is of type float, differs .*\"sum\""),
         (lambda y: torch.distributions.Normal(y, 1.0), None, None, "type Normal, .*register_batch"),
     ],

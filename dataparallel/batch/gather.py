@@ -60,6 +60,7 @@ from dataparallel.batch.tree import (
 )
 from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
+from dataparallel.errors import locate
 from dataparallel.graph.functions import (
     Gather,
     ReduceAddCoalesced,
@@ -388,7 +389,12 @@ def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
             ) from error
     column = behind_own_nodes(column, cell.device)
     gathered: Tensor = apply_function(Gather, cell.device, dim, *column)
-    if not stacks and cell.sizes is not None and gathered.size(dim) != sum(cell.sizes):
+    if stacks and len(column) > 1:
+        cell.warn(
+            "is a 0-d tensor in each replica, and comes as a vector with one element per replica; "
+            'pass scalars="mean", "sum" or a function to the wrapper for one scalar, such as a loss'
+        )
+    elif not stacks and cell.sizes is not None and gathered.size(dim) != sum(cell.sizes):
         _warn_of_size(column, gathered, cell)
     return gathered
 
@@ -489,7 +495,15 @@ def join_scalars(
         return "mean", sizes
     with torch.no_grad():
         # All of them first: reading one waits for its device.
-        found = [scalars(*one, **named) for one, named in zip(args, kwargs, strict=True)]
+        try:
+            found = [scalars(*one, **named) for one, named in zip(args, kwargs, strict=True)]
+        except TypeError as error:
+            locate(
+                error,
+                "in the function of scalars=, which gets the arguments of each chunk's forward: "
+                "give those a default that a call leaves out (labels=None)",
+            )
+            raise
     if any(weight is not None for weight in found):
         return "mean", [read_weight("the function of scalars=", one) for one in found]
     if weighs:
