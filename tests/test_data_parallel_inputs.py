@@ -156,6 +156,8 @@ def test_tangents_of_forward_mode_are_refused(
     """Only where the module itself runs, they stay."""
 
     class Scaled(nn.Linear):
+        scale: Tensor
+
         def forward(self, x: Tensor) -> Tensor:
             calls.append(len(x))
             return super().forward(x) * self.scale * held[0]
@@ -175,14 +177,13 @@ def test_tangents_of_forward_mode_are_refused(
         if where == "parameter":
             weight = net.weight.detach()
             del net.weight
-            net.weight = forward_ad.make_dual(weight, weight)  # type: ignore[assignment]
+            net.weight = forward_ad.make_dual(weight, weight)
         batch = forward_ad.make_dual(x, x) if where in ("input", "targets") else x
 
-        def call() -> Tensor:
+        def call() -> Any:
             if where == "targets":
                 return model.loss(nn.MSELoss(), x, batch)
-            output: Tensor = model(batch)
-            return output
+            return model(batch)
 
         calls.clear()
         if count == 1 and not options:

@@ -21,6 +21,7 @@ belong to no sample, and of each output that the wrapper cannot put together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -62,6 +63,7 @@ from dataparallel.comm.local import joint_dim
 from dataparallel.devices import DeviceLike, parse_output_device
 from dataparallel.errors import locate
 from dataparallel.graph.functions import (
+    Alike,
     Gather,
     ReduceAddCoalesced,
     apply_function,
@@ -463,6 +465,40 @@ def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
 def has_scalars(output: Any) -> bool:
     """True if what a replica returned has a tensor without dimensions."""
     return any([isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in flatten(output)[0]])
+
+
+def gather_result(
+    path: str,
+    tensors: Sequence[Tensor],
+    dim: int,
+    sizes: Sequence[int],
+    scalars: Scalars,
+    weights: Sequence[float],
+) -> Tensor:
+    """What replicas have left in one attribute, as one tensor on the device of the first.
+
+    ``sizes`` are those of the chunks. See Note [Results in attributes].
+    """
+    first = tensors[0]
+    are_scalars = not any(map(Tensor.dim, tensors))
+    have_samples = all([-x.dim() <= dim < x.dim() for x in tensors]) and (
+        [x.size(dim) for x in tensors] == list(sizes)
+    )
+    if len(tensors) == len(sizes) and (are_scalars or have_samples):
+        with contextlib.suppress(ValueError):
+            cell = _Cell(path, DEFAULT, dim, first.device, scalars, weights, None, None)
+            return _join_tensors(tensors, cell)
+    otherwise = (
+        f"a gradient has come to {path!r}, a tensor of shape {tuple(first.shape)} that the module "
+        "keeps from replica 0: the other replicas have another one, and they cannot be put "
+        f"together along dim {dim}, by the samples of their chunks ({', '.join(map(str, sizes))}). "
+        "Return it from forward, or make it a 0-d tensor, and say by scalars='mean' or 'sum' what "
+        "becomes of those"
+    )
+    if len(tensors) < len(sizes):
+        tensors = [first, first.new_empty((*first.shape, 0))]
+    alike: Tensor = apply_function(Alike, otherwise, *tensors)
+    return alike
 
 
 # --- what chunks count ---------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def refuse_batched(grads: Iterable[Any]) -> None:
 
 def refuse_tangents(values: Iterable[Any]) -> None:
     """Raise for tensors with a tangent, which copies and nodes of ours do not have."""
+    unpack: Any = forward_ad.unpack_dual
     for value in values:
-        if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+        if isinstance(value, torch.Tensor) and unpack(value).tangent is not None:
             raise NotImplementedError(
                 f"a tensor of shape {tuple(value.shape)} has a tangent of forward mode "
                 "(torch.autograd.forward_ad, torch.func.jvp), which does not go through the "
@@ -216,6 +217,25 @@ class Gather(Function):
         if ctx.stacked:
             grads = [part[0] for part in grads]
         return (None, None, *grads)
+
+
+class Alike(Function):
+    """The first of some tensors; the others are its equals if a gradient comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, otherwise: str, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.otherwise, ctx.count = otherwise, len(tensors)
+        ctx.save_for_backward(*tensors)
+        return tensors[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
+        first, *others = ctx.saved_tensors
+        if not all(
+            x.shape == first.shape and torch.equal(x.to(first.device), first) for x in others
+        ):
+            raise RuntimeError(ctx.otherwise)
+        return None, grad, *[None] * len(others)
 
 
 # --- from the parameters of the replicas to the originals -----------------------------------------

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from dataparallel import kernels, torch_internals
-from dataparallel.batch.gather import has_scalars, join_scalars
+from dataparallel.batch.gather import Scalars, gather_result, has_scalars, join_scalars
 from dataparallel.batch.scatter import TARGETS, Leaf, watch
 from dataparallel.batch.tree import flatten
 from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.errors import add_note, listed
+from dataparallel.graph.cut import ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.parallel.buffers import (
     BufferPolicy,
@@ -32,7 +33,13 @@ from dataparallel.parallel.buffers import (
     watch_of,
 )
 from dataparallel.parallel.loss import Loss
-from dataparallel.replicas.clones import ModuleClones, Parts, check_placement, left_elsewhere
+from dataparallel.replicas.clones import (
+    ModuleClones,
+    Parts,
+    Result,
+    check_placement,
+    left_elsewhere,
+)
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread
@@ -139,24 +146,30 @@ class Runner:
         return None
 
     @contextlib.contextmanager
-    def using(self, replicas: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
-        """Use what was lent last: what a forward wrote in the clones goes back to the original."""
+    def using(self, replicas: Sequence[Any]) -> Iterator[ModuleClones | None]:
+        """Use what was lent last; gives the clones, if there are any."""
         first, clones, returns = self._lent.pop(threading.get_ident(), (None, None, False))
         if clones is None or replicas[0] is not first:
             # It runs the module itself, or replicas that the user has made.
-            yield
+            yield None
             return
         try:
-            yield
-            clones.check()
-            watch_of(clones.module, self._policy).look(clones)
-            if self._policy == "mean" and len(self.devices) > 1:
-                clones.merge_buffers(functools.partial(mean_buffer, sizes))
-            clones.commit()
+            yield clones
         finally:
             clones.release()
             if returns:
                 self._idle.append(clones)
+
+    def check(self, clones: ModuleClones, sizes: Sequence[int]) -> bool:
+        """See that a forward wrote nothing that it must not, and merge buffers.
+
+        Returns whether replicas have assigned something to attributes.
+        """
+        assigned = clones.check()
+        watch_of(clones.module, self._policy).look(clones)
+        if self._policy == "mean" and len(self.devices) > 1:
+            clones.merge_buffers(functools.partial(mean_buffer, sizes))
+        return assigned
 
 
 def _span(timeline: Timeline | None, phase: Phase) -> AbstractContextManager[object]:
@@ -277,35 +290,105 @@ def _run_replicas(
             replicas = model.replicate(model.module, model.device_ids[: len(args)])
         called = replicas
         if training is not None and training.recorder is not None:
-            named = kwargs
-            if loss is not None:
-                # The targets are the criterion's.
-                named = [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]
+            named = _without_targets(kwargs)
             called = training.recorder.replace(training.clones, replicas, args, named)
     guarded = watch(chunks.shared) if chunks.shared else contextlib.nullcontext()
-    with runner.using(replicas, chunks.sizes):
+    with contextlib.ExitStack() as stack:
+        used = [stack.enter_context(runner.using(replicas))]
         if loss is None:
-            with guarded:
-                outputs = model.parallel_apply(called, args, kwargs)
+            forward = functools.partial(model.parallel_apply, called, args, kwargs)
         else:
-            criteria: Sequence[Any] = [loss.criterion] * len(args)
-            if loss.module is not None and len(args) > 1:
-                criteria = runner.lend(loss.module, len(args))
+            criteria = _criteria(runner, loss, len(args))
+            used.append(stack.enter_context(runner.using(criteria)))
             each = zip(called, criteria, args, kwargs, chunks.sizes, strict=True)
-            with runner.using(criteria, chunks.sizes), guarded:
-                outputs = runner.run(
-                    [functools.partial(loss, model.timeline, *one) for one in each]
+            calls = [functools.partial(loss, model.timeline, *one) for one in each]
+            forward = functools.partial(runner.run, calls)
+        with guarded:
+            outputs = forward()
+        clones, assigned = list(filter(None, used)), False
+        for one in clones:
+            assigned |= runner.check(one, chunks.sizes)
+        with _span(timeline, "gather"):
+            found = _results(clones, given or ()) if assigned else []
+            if joining is None and has_scalars((outputs[0], [one.tensors[0] for one in found])):
+                model._notes.with_scalars.add(kind)
+                joining = weigh()
+            scalars, counts = joining or ("stack", chunks.sizes)
+            if found:
+                outputs = _beside(outputs, found)
+            if training is not None and given is not None:
+                weight = float(sum(counts)) if call.weight is None else call.weight
+                outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
+            results: dict[int, torch.Tensor] = {}
+            if found:
+                known = (scalars, counts) if loss is None else None
+                outputs, results = _join_results(model, chunks, found, outputs, known)
+            for one in clones:
+                one.commit(results)
+            if loss is not None:
+                return loss.combine(outputs, _place_of_loss(model))
+            with runner.quiet():
+                return model._join(outputs, scalars, counts, None if chunks.fault else chunks.sizes)
+
+
+def _criteria(runner: Runner, loss: Loss, count: int) -> Sequence[Any]:
+    """The criterion of each replica; a clone where it is a module."""
+    if loss.module is None or count == 1:
+        return [loss.criterion] * count
+    return runner.lend(loss.module, count)
+
+
+def _place_of_loss(model: DataParallel[Any]) -> Any:
+    return model.device_ids[0] if model.output_device == "each" else model.output_device
+
+
+# --- results in attributes -----------------------------------------------------------------------
+
+
+def _results(clones: Sequence[ModuleClones], given: Sequence[ReplicaInputs]) -> list[Result]:
+    """What the forward has left in attributes of modules."""
+    leaves = {id(leaf) for one in given for leaf in one.leaves}
+    return [result for one in clones for result in one.results(leaves)]
+
+
+def _beside(outputs: Sequence[Any], found: Sequence[Result]) -> list[Any]:
+    """Per replica its output, and for each result a list with its tensor, if it has one."""
+    return [(o, *[result.tensors[i : i + 1] for result in found]) for i, o in enumerate(outputs)]
+
+
+def _join_results(
+    model: DataParallel[Any],
+    chunks: Chunks,
+    found: Sequence[Result],
+    rows: Sequence[Any],
+    joining: tuple[Scalars, Sequence[float]] | None,
+) -> tuple[list[Any], dict[int, torch.Tensor]]:
+    """The outputs, and what the modules get, by the ids of the tensors that replica 0 has left.
+
+    ``rows`` are what :func:`_beside` has made, as the cut has returned them; ``joining`` tells what
+    becomes of 0-d outputs, and what each chunk counts, where that is known.
+    """
+    outputs, *columns = map(list, zip(*rows, strict=True))
+    joined = [[tensor for part in column for tensor in part] for column in columns]
+    if len(model.device_ids) == 1:
+        tensors = [column[0] for column in joined]
+    else:
+        if joining is None:
+            joining = "stack", chunks.sizes
+            if has_scalars(joined):
+                kwargs = _without_targets(chunks.kwargs)
+                joining = join_scalars(
+                    model.scalars, chunks.args, kwargs, chunks.sizes, weighs=False
                 )
-    with _span(timeline, "gather"):
-        if joining is None and has_scalars(outputs[0]):
-            model._notes.with_scalars.add(kind)
-            joining = weigh()
-        scalars, counts = joining or ("stack", chunks.sizes)
-        if training is not None and given is not None:
-            weight = float(sum(counts)) if call.weight is None else call.weight
-            outputs = training.end(given, outputs, weight=weight, synchronize=call.synchronize)
-        if loss is not None:
-            place = model.device_ids[0] if model.output_device == "each" else model.output_device
-            return loss.combine(outputs, place)
-        with runner.quiet():
-            return model._join(outputs, scalars, counts, None if chunks.fault else chunks.sizes)
+        with model._runner.quiet():
+            tensors = [
+                gather_result(one.path, column, model.dim, chunks.sizes, *joining)
+                for one, column in zip(found, joined, strict=True)
+            ]
+    firsts = [id(one.tensors[0]) for one in found]
+    return outputs, dict(zip(firsts, tensors, strict=True))
+
+
+def _without_targets(kwargs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The keyword arguments of the module alone; the targets are the criterion's."""
+    return [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]

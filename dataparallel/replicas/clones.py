@@ -7,7 +7,17 @@ attributes: hooks, submodules, flags and everything that the user has set since.
 in them are replaced by the replica's own. After a forward that succeeded, what replica 0 assigned
 to itself is assigned to the original, as if the original itself had run: this is what "replica 0
 is the wrapped module" means where gradients need a clone. What other replicas assign to themselves
-is dropped, as in ``torch.nn.DataParallel``.
+is dropped, as in ``torch.nn.DataParallel``; a tensor without history that differs is warned of.
+
+Note [Results in attributes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A tensor that requires grad, and that the forward has assigned to an attribute, is a result of the
+forward as its outputs are: the auxiliary loss of a mixture of experts, the commitment loss of a
+quantizer. The caller may use it in the loss. So the tensors of all replicas go through the cut with
+the outputs, are put together by the same rules, and the module gets what comes of it. What cannot
+be put together is that of replica 0; its gradient goes there if all replicas have the same, else it
+is an error. Without gradients nothing tells results from what a module keeps for its next forward:
+there, results are what earlier forwards have shown to be some.
 
 Note [Standing clones]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -30,16 +40,16 @@ import logging
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dataparallel import torch_internals
-from dataparallel.devices import DeviceLike, parse_devices
+from dataparallel.devices import DeviceLike, is_capturing, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
@@ -60,6 +70,11 @@ _device = attrgetter("device")
 _registries = itemgetter(*REGISTRIES)
 _hooks = itemgetter(*torch_internals.MODULE_HOOKS)
 _joined = itertools.chain.from_iterable
+
+
+# Of modules, by whatever wrappers they are run; see ModuleClones.
+_seen: weakref.WeakKeyDictionary[nn.Module, tuple[set[str], set[str]]]
+_seen = weakref.WeakKeyDictionary()
 
 
 # --- the parts of a module -----------------------------------------------------------------------
@@ -248,6 +263,15 @@ def replicate(
     return list(clones)
 
 
+class Result(NamedTuple):
+    """A tensor that a forward has left in an attribute. See Note [Results in attributes]."""
+
+    #: Where, such as ``layers.0.loss``.
+    path: str
+    #: Those of the replicas; that of replica 0 alone where others have left something else.
+    tensors: Sequence[torch.Tensor]
+
+
 class ModuleClones:
     """The clones of one module: refresh, their forwards, check and commit if all is well, release.
 
@@ -281,6 +305,8 @@ class ModuleClones:
         self._num_replicas = 0
         # Whether a forward has begun whose end nobody has told, and one has assigned to its clone.
         self._is_forward = self._is_touched = False
+        # Attributes with results, and those without whose values have been compared.
+        self._with_results, self._compared = _seen.setdefault(module, (set(), set()))
         self._parts: Parts | None = None
         self._drop()
 
@@ -416,8 +442,11 @@ class ModuleClones:
 
     # --- after a forward -------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise a RuntimeError if replicas wrote parameters in their forward, or made some."""
+    def check(self) -> bool:
+        """Raise a RuntimeError if replicas wrote parameters in their forward, or made some.
+
+        Returns whether they have assigned something to attributes.
+        """
         written = set(map(id, self._parameters.written()))
         if written:
             names = [name for name, p in self.module.named_parameters() if id(p) in written]
@@ -437,6 +466,7 @@ class ModuleClones:
                     f"the forward created parameters: {listed(created)}; each replica would have "
                     "its own, so call the module once with an example before wrapping it"
                 )
+        return self._is_touched
 
     def clone_around(
         self, replica: int, leaves: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]
@@ -491,7 +521,9 @@ class ModuleClones:
                 values = [table.get(name) for table in tables]
                 given: list[Any] = [replica.get(id(original)) for replica in replicas]
                 if all(v is not None and v is not g for v, g in zip(values, given, strict=True)):
-                    tables[0][name] = merge(values)
+                    # With a history they are results of the forward.
+                    if not any(value is not None and value.requires_grad for value in values):
+                        tables[0][name] = merge(values)
                 elif original is not None and id(original) in written:
                     merged.append((original, merge(given), None))
                 elif module.training and original is not None and _is_comparable(original):
@@ -503,17 +535,79 @@ class ModuleClones:
         for original, value, differs in merged:
             original.copy_(value if differs is None else torch.where(differs, value, original))
 
-    def commit(self) -> None:
-        """Assign to the originals what replica 0 has assigned to itself."""
+    def results(self, leaves: Collection[int] = ()) -> list[Result]:
+        """The results that the forward has left in attributes.
+
+        ``leaves`` are the ids of those that stand for inputs; what else is a leaf is no result.
+        """
+        if not self._is_touched:
+            return []
+        assert self._parts is not None
+        replicas = self._counterparts[: self._num_replicas]
+        known = {*map(id, replicas[0].values()), *map(id, self._parts.loose_tensors())}
+        found: dict[int, Result] = {}
+        for index, number, name in self._assigned():
+            path = ".".join(filter(None, (self._parts.names[index], name)))
+            modules = [replica[id(self._parts.modules[index])] for replica in replicas]
+            rows = [_tensors_in(_tables([module])[number].get(name)) for module in modules]
+            alike = len(set(map(len, rows))) == 1
+            others = []
+            for column in map(list, zip(*rows, strict=True) if alike else zip(rows[0])):
+                first = column[0]
+                follows = first.requires_grad and (first.grad_fn is not None or id(first) in leaves)
+                if follows:
+                    self._with_results.add(path)
+                if id(first) in known or (len(column) > 1 and all(x is first for x in column)):
+                    continue
+                if follows or (path in self._with_results and first.is_floating_point()):
+                    found.setdefault(id(first), Result(path, column))
+                else:
+                    others.append(column)
+            # Buffers are another matter.
+            if number == 0 and others and len(replicas) > 1 and path not in self._compared:
+                self._compared.add(path)
+                self._compare(path, others)
+        return list(found.values())
+
+    def _compare(self, path: str, columns: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Warn of an attribute whose tensors differ between replicas; once, for the host waits."""
+        if any(map(_differ, columns)):
+            _log.warning(
+                "the module keeps replica 0's part of %r, to which the replicas have assigned "
+                "different tensors without gradients. If the caller needs it, return it from "
+                "forward. If the next forward does, as with a recurrent state, return it and pass "
+                "it as an argument; in_dims and out_dims tell its batch dimension",
+                path,
+            )
+
+    def _assigned(self) -> Iterator[tuple[int, int, str]]:
+        """What replica 0 has assigned to itself: the numbers of a module and its table, a name."""
+        assert self._parts is not None
+        for index, (clone, before) in enumerate(self._before()):
+            for number, (now, was) in enumerate(zip(_tables([clone]), before, strict=True)):
+                for name, value in now.items():
+                    if value is not was.get(name, _MISSING) and name not in REGISTRIES:
+                        yield index, number, name
+
+    def _before(self) -> Iterator[tuple[nn.Module, Sequence[dict[str, Any]]]]:
+        """The clones of replica 0, and what their tables were before the forward."""
+        assert self._parts is not None
+        tables, buffers = (look.before() for look in self._looks[0])
+        for i, module in enumerate(self._parts.modules):
+            yield self._counterparts[0][id(module)], (*tables[3 * i : 3 * i + 3], buffers[i])
+
+    def commit(self, results: Counterparts) -> None:
+        """Assign to the originals what replica 0 has assigned to itself.
+
+        ``results`` are those of the forward, by the ids of the tensors of replica 0.
+        """
         if self._is_touched:
             first, parts = self._counterparts[0], self._parts
             assert parts is not None
-            tables, buffers = (look.before() for look in self._looks[0])
             everything = (*parts.parameters, *parts.buffers, *parts.modules)
-            back = {id(first[id(part)]): part for part in everything}
-            for i, module in enumerate(parts.modules):
-                before = (*tables[3 * i : 3 * i + 3], buffers[i])
-                take_back(module, first[id(module)], before, back)
+            back = {id(first[id(part)]): part for part in everything} | dict(results)
+            for module, (clone, before) in zip(parts.modules, self._before(), strict=True):
+                take_back(module, clone, before, back)
             # What the original was is not kept: it may have led to the graph of another forward.
             self._filled, self._parts = False, None
         self._is_forward = False
@@ -581,7 +675,24 @@ def _looks_at(clones: Sequence[nn.Module]) -> tuple[_Look, _Look]:
 
 
 def _is_comparable(buffer: torch.Tensor) -> bool:
-    return buffer.layout == torch.strided and not buffer.is_quantized
+    return buffer.layout == torch.strided and not (buffer.is_quantized or buffer.is_meta)
+
+
+def _differ(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors have different values, where that can be told."""
+    first, *others = (tensor.detach() for tensor in tensors)
+    if not all(map(_is_comparable, tensors)) or is_capturing(first.device):
+        return False
+    # Replicas with other numbers of threads round differently.
+    wide = torch.promote_types(first.dtype, torch.float32)
+    rounding = torch.finfo(first.dtype).eps ** 0.75 if first.is_floating_point() else 0.0
+    return not all(
+        one.shape == first.shape
+        and torch.allclose(
+            one.to(first.device, wide), first.to(wide), rounding, rounding, equal_nan=True
+        )
+        for one in others
+    )
 
 
 # --- one clone of one module ---------------------------------------------------------------------
@@ -678,6 +789,19 @@ def substitute(
     old, rebuild = _opened(value)
     new = [substitute(part, replace, inside | {id(value)}) for part in old]
     return value if all(a is b for a, b in zip(new, old, strict=True)) else rebuild(new)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors to which ``value`` refers, see :func:`substitute`."""
+    found: list[torch.Tensor] = []
+
+    def note(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            found.append(part)
+        return part
+
+    substitute(value, note)
+    return found
 
 
 def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
