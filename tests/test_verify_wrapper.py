@@ -105,10 +105,17 @@ CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str,
     ("scalar", 'scalars="mean"', lambda: Net(loss_of), (X, Y), {"scalars": "sum"}),
     (
         "scalar",
-        "labels != -100",
+        "scalars=lambda labels, **_: (labels != -100).sum()",
         lambda: Net(loss_of),
         ({"x": X, "labels": IGNORED},),
         {"scalars": "mean"},
+    ),
+    (
+        "scalar",
+        "scalars=lambda *args: (args[1] != -100).sum()",
+        lambda: Net(loss_of),
+        (X, IGNORED),
+        {},
     ),
     (
         "scalar",
@@ -135,6 +142,13 @@ CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str,
         "number",
         "sum",
         lambda: Net(lambda net, x: {"output": net.layer(x), "n": len(x)}),
+        (X,),
+        {},
+    ),
+    (
+        "object",
+        "in a tuple, a dict or a dataclass",
+        lambda: Net(lambda net, x: torch.distributions.Categorical(logits=net.layer(x))),
         (X,),
         {},
     ),
@@ -477,3 +491,52 @@ def test_no_process_waits_for_one_that_fails(cluster: Cluster) -> None:
     first, second = cluster.run(one_fails, 2, "wrapper")
     assert first == second and "error: outputs, gradients (in ranks 0, 1)" in first
     assert "ValueError: mine" in first
+
+
+# --- lists ---------------------------------------------------------------------------------------
+
+
+def brightness(net: Net, images: list[Tensor]) -> list[Tensor]:
+    return [net.layer(image).mean() for image in images]
+
+
+def captions(net: Net, x: Tensor, names: list[str]) -> Tensor:
+    return torch.stack([row * len(name) for row, name in zip(net.layer(x), names, strict=True)])
+
+
+IMAGES = list(torch.randn(5, 3, 6, 4, generator=torch.Generator().manual_seed(0)))
+NAMES = ["a", "bb", "ccc", "d", "ee", "f", "gggg"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "given", "position"),
+    [
+        (brightness, ((IMAGES,),), 0),
+        (captions, (X, NAMES), 1),
+        (lambda net, x, n: net.layer(x) * torch.as_tensor(n)[:, None], (X, Y.numpy()), 1),
+    ],
+)
+def test_a_list_of_samples_is_named(
+    forward: Forward, given: tuple[Any, ...], position: int
+) -> None:
+    found = dp.verify(Net(forward), *given, device_ids=["cpu"] * 3)
+    assert kinds(found) == {"list"}
+    assert found.differences[0].remedy == f'in_dims={{{position}: "samples"}}'
+    assert "all is equal" in str(found)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda net, x: list(net.layer(x)), lambda net, x: (net.layer(x).argmax(1) + 0).tolist()],
+)
+def test_a_list_with_an_entry_for_each_sample_is_equal(forward: Forward) -> None:
+    assert dp.verify(Net(forward), X, device_ids=["cpu"] * 3)
+
+
+def test_what_an_error_hides_is_named_too() -> None:
+    net = Net(lambda net, *given: (captions(net, *given).sum(), len(given[0])))
+    found = dp.verify(net, X, NAMES, device_ids=CPU)
+    assert kinds(found) == {"list", "scalar", "number"}
+    assert 'in_dims={1: "samples"} and scalars="sum" and out_dims=(0, "sum"), all is' in " ".join(
+        str(found).split()
+    )

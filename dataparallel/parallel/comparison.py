@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,16 @@ class Generators:
 # --- runs ----------------------------------------------------------------------------------------
 
 
+class Unknown(NamedTuple):
+    """Stands for an object that is no container, and has the tensors in it."""
+
+    kind: str
+    tensors: list[Tensor]
+
+    def __repr__(self) -> str:
+        return self.kind
+
+
 @dataclass
 class Results:
     """What one run gave that can be compared, on the CPU; and which errors ended it, by part."""
@@ -116,6 +127,9 @@ class Results:
                 self.values[part, path] = dense.to("cpu", copy=True)
             elif isinstance(leaf, _PLAIN):
                 self.values[part, path] = leaf
+            elif part == "outputs":
+                held = [tensor.detach().to("cpu", copy=True) for tensor in held_tensors(leaf)]
+                self.values[part, path] = Unknown(type(leaf).__name__, held)
         return structure
 
     def add_gradients(self, total: Any, module: nn.Module, given: Arguments, part: str) -> None:
@@ -294,10 +308,10 @@ class Comparison:
         missed = {each for part in found.errors for each in MISSED[part]}
         pairs = {k: (v, found.values.get(k)) for k, v in self.values.items() if k[0] not in missed}
         for key, value in found.values.items():
-            inside = any(key[0] == part and key[1].startswith(f"{name}[") for part, name in pairs)
-            if key in pairs or key[0] in missed or inside:
+            if key in pairs or key[0] in missed:
                 continue
-            if key[0] != "attributes" or self._is_new(key, value):
+            inside = any(key[0] == part and key[1].startswith(f"{name}[") for part, name in pairs)
+            if not inside and (key[0] != "attributes" or self._is_new(key, value)):
                 pairs[key] = self.expected.values.get(key), value
         gaps = {k: gap for k, pair in pairs.items() if (gap := self.gap(k, *pair))}
         return gaps | {(part, FAULT): Gap(_text(error)) for part, error in found.errors.items()}
@@ -306,6 +320,9 @@ class Comparison:
         """How far a value is from what it should be; None where they are equal."""
         if isinstance(expected, float) and isinstance(found, float):
             expected, found = torch.tensor(expected), torch.tensor(found)
+        if isinstance(expected, Unknown) and isinstance(found, Unknown):
+            pairs = itertools.zip_longest(expected.tensors, found.tensors)
+            return next(filter(None, (self.gap(key, *pair) for pair in pairs)), None)
         if not (isinstance(expected, Tensor) and isinstance(found, Tensor)):
             is_same = type(expected) is type(found) and expected == found
             return None if is_same else Gap(f"{_shown(found)} in place of {_shown(expected)}")

@@ -33,22 +33,19 @@ _NAMED = {
     "model.loss": "{} with model.loss",
 }
 
-#: Of each kind of difference: why it is there, and what to do.
+#: Of each kind of difference, what to put right first at the top: why it is there, and what to do.
 CAUSES = {
+    "error": ("The wrapper refuses the batch, or the loss its output.", ""),
+    "list": (
+        "A list, an array or an object is among the arguments or the outputs, and the wrapper cannot "
+        "tell whether it has one entry per sample.",
+        'in_dims={"name": "samples"} and out_dims="samples" for a list with one entry per sample; '
+        "or a tensor",
+    ),
     "time first": (
         "A layer has batch_first=False, so dimension 0 of its input is time, and the wrapper "
         "splits dimension 0.",
         "dim=1",
-    ),
-    "batch norm": (
-        "In training, batch norm takes mean and variance of a replica's chunk. The bare module "
-        "takes those of the whole batch.",
-        'buffers="sync"',
-    ),
-    "buffer": (
-        "The forward writes a buffer, and the module keeps what replica 0 wrote from its chunk.",
-        'buffers="mean", if it is a mean over samples; else sum up in forward what it is computed '
-        'from: dataparallel.collectives.all_reduce(x, "sum", "local")',
     ),
     "scalar": (
         "An output has no dimensions, such as a loss, so that each replica has one.",
@@ -63,16 +60,26 @@ CAUSES = {
         "The forward returns a number, and each replica has its own.",
         'out_dims="sum" for a count; else a tensor with an entry for each sample',
     ),
-    "list": (
-        "A list is among the arguments or the outputs, and the wrapper takes its entries for parts "
-        "of every sample.",
-        'in_dims={"name": "samples"} and out_dims="samples" for a list with one entry per sample; '
-        "or a tensor",
+    "object": (
+        "An output is of a class that is no container, so nobody can put those of the replicas "
+        "together.",
+        "its tensors in a tuple, a dict or a dataclass; or register its class with "
+        "torch.utils._pytree.register_pytree_node",
     ),
-    "random": (
-        "The forward draws random numbers, and each replica draws its own. In training they are "
-        "meant to differ.",
-        "verify in eval(), or pass the numbers as an argument",
+    "batch norm": (
+        "In training, batch norm takes mean and variance of a replica's chunk. The bare module "
+        "takes those of the whole batch.",
+        'buffers="sync"',
+    ),
+    "buffer": (
+        "The forward writes a buffer, and the module keeps what replica 0 wrote from its chunk.",
+        'buffers="mean", if it is a mean over samples; else sum up in forward what it is computed '
+        'from: dataparallel.collectives.all_reduce(x, "sum", "local")',
+    ),
+    "attribute": (
+        "The forward leaves a value in an attribute. The module keeps that of replica 0, which "
+        "knows its own chunk.",
+        "return it from forward",
     ),
     "coupled samples": (
         "The module itself gives this if it gets the chunks one after another: its forward "
@@ -80,12 +87,11 @@ CAUSES = {
         "compute that from the outputs, or get the samples of the other replicas in forward: "
         'dataparallel.collectives.all_gather_tensor(x, 0, "local")',
     ),
-    "attribute": (
-        "The forward leaves a value in an attribute. The module keeps that of replica 0, which "
-        "knows its own chunk.",
-        "return it from forward",
+    "random": (
+        "The forward draws random numbers, and each replica draws its own. In training they are "
+        "meant to differ.",
+        "verify in eval(), or pass the numbers as an argument",
     ),
-    "error": ("The wrapper refuses the batch, or the loss its output.", ""),
     "unknown": (
         "Neither an option nor the split of the batch explains it.",
         "report it with this table and the module: it looks like a defect of dataparallel",
@@ -116,7 +122,7 @@ class Difference:
             ``"attributes"`` or ``"model.loss"``.
         name: Of the parameter, buffer or attribute; or an expression such as ``output['logits']``.
         kind: The cause: ``"time first"``, ``"batch norm"``, ``"buffer"``, ``"scalar"``,
-            ``"no batch dimension"``, ``"number"``, ``"list"``, ``"random"``,
+            ``"no batch dimension"``, ``"number"``, ``"list"``, ``"object"``, ``"random"``,
             ``"coupled samples"``, ``"attribute"``, ``"error"`` or ``"unknown"``.
         text: What was found.
         absolute: The largest difference of two elements; infinite for a value of another kind.
@@ -211,7 +217,8 @@ class Verification:
             found = [one for one in self.differences if one.part == part]
             furthest = max(found, key=lambda one: one.relative, default=None)
             nothing = "?" if part in missed and not found else "-"
-            row = f"{part:15} {number:>8} {len(found) or nothing:>7}  {furthest or ''}".rstrip()
+            differ = len([one for one in found if one.name != FAULT]) or len(found) or nothing
+            row = f"{part:15} {number:>8} {differ:>7}  {furthest or ''}".rstrip()
             rows.append(row if len(row) <= _WIDTH else f"{row[: _WIDTH - 3]}...")
         for kind, why, remedy in dict.fromkeys((d.kind, d.why, d.remedy) for d in self.differences):
             found = [one for one in self.differences if (one.kind, one.remedy) == (kind, remedy)]

@@ -29,7 +29,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from dataparallel.parallel.comparison import (
     Generators,
     Key,
     Results,
+    Unknown,
     attributes,
     copied,
     dropouts,
@@ -199,7 +200,9 @@ class _Verifier:
             if self._group is not None:
                 comparison = self._comparison(alone)
                 found = self._attempt(comparison, {})
-            causes, notes = self._explain(comparison, found)
+            seen, causes, notes = self._explain(comparison, found)
+            if any(name == FAULT for _, name in gaps):
+                gaps = {**seen, **gaps}
         self._name_rest(gaps, causes, comparison)
         differences = [Difference.of(*key, gap, *causes[key]) for key, gap in gaps.items()]
         if without := len(dropouts(self._model.module)):
@@ -270,21 +273,26 @@ class _Verifier:
 
     def _explain(
         self, comparison: Comparison, found: Results
-    ) -> tuple[dict[Key, _Cause], list[str]]:
-        """Cause and remedy of what differs, and which options were tried."""
+    ) -> tuple[dict[Key, Gap], dict[Key, _Cause], list[str]]:
+        """What differs, now or once an error is out of the way; why; and what was tried."""
         left = comparison.gaps(found)
-        kinds: dict[Key, str] = {}
-        options: dict[str, Any] = {}
-        texts: dict[str, str] = {}
-        for kind, changed in list(self._remedies(comparison, left)):
-            if not left:
+        seen, kinds = dict(left), dict[Key, str]()
+        options, texts = dict[str, Any](), dict[str, str]()
+        tried: list[tuple[str, dict[str, Any]]] = []
+        while left:
+            remedies = self._remedies(comparison, left)
+            remedy = next((each for each in remedies if each not in tried), None)
+            if remedy is None:
                 break
+            tried.append(remedy)
+            kind, changed = remedy
             then = self._attempt(comparison, {**options, **changed})
             gaps = comparison.gaps(then)
             if _badness(gaps) < _badness(left):
                 better = [key for key, gap in left.items() if _is_better(gaps.get(key), gap)]
                 kinds = {**dict.fromkeys(better, kind), **kinds}
                 left, found, options = gaps, then, {**options, **changed}
+                seen = {**left, **seen}
                 texts[kind] = ", ".join(f"{n}={_written(v)}" for n, v in changed.items())
         causes = {key: (kind, texts[kind]) for key, kind in kinds.items()}
         turns = self._in_turn(comparison, options) if left else Results()
@@ -292,9 +300,10 @@ class _Verifier:
         same = {key for key, pair in pairs.items() if comparison.gap(key, *pair) is None}
         self._name_rest(left, causes, comparison, same)
         if not texts:
-            return causes, []
-        rest = f"{len(left)} values still differ" if left else "all is equal"
-        return causes, [f"Tried: with {' and '.join(texts.values())}, {rest}."]
+            return seen, causes, []
+        differ = "differs" if len(left) == 1 else "differ"
+        rest = f"{len(left)} of these still {differ}" if left else "all is equal"
+        return seen, causes, [f"Tried: with {' and '.join(texts.values())}, {rest}."]
 
     def _remedies(
         self, comparison: Comparison, gaps: Mapping[Key, Gap]
@@ -308,7 +317,7 @@ class _Verifier:
         if custom or len(model.device_ids) == 1:
             return
         lists = [*enumerate(self._case.inputs), *self._case.kwargs.items()]
-        in_dims = {name: "samples" for name, value in lists if isinstance(value, (list, tuple))}
+        in_dims = {name: "samples" for name, value in lists if _is_long(value)}
         if in_dims:
             yield "list", {"in_dims": {**model.in_dims, **in_dims}}
             yield "list", {"in_dims": {**model.in_dims, **in_dims}, "out_dims": "samples"}
@@ -324,7 +333,7 @@ class _Verifier:
             if part == "outputs" and kind in wrong:
                 wrong[kind].append(name)
         if wrong["scalar"]:
-            for way in ("mean", "sum", *([_count_labels] if "labels" in self._case.kwargs else [])):
+            for way in ("mean", "sum", *_counts(self._case)):
                 yield "scalar", {"scalars": way}
         for kind, names in wrong.items():
             dim = "sum" if kind == "number" else None
@@ -499,10 +508,17 @@ def _reduction(model: DataParallel[Any]) -> Options | None:
 # --- small answers -------------------------------------------------------------------------------
 
 
+def _is_long(value: Any) -> bool:
+    """True if a value may be a list of samples, such as an array or a list."""
+    return hasattr(value, "__len__") and not isinstance(value, (Tensor, str, bytes, Mapping))
+
+
 def _kind_of_output(value: Any) -> str:
     """The cause that the look of an output suggests."""
     if isinstance(value, Tensor):
         return "no batch dimension" if value.dim() else "scalar"
+    if isinstance(value, Unknown):
+        return "object"
     return "number" if type(value) in (int, float) else "list"
 
 
@@ -516,15 +532,38 @@ def _is_better(now: Gap | None, before: Gap) -> bool:
     return now is None or (math.isinf(before.absolute) and math.isfinite(now.absolute))
 
 
-def _count_labels(labels: Tensor, num_items_in_batch: Any = None, **others: Any) -> Tensor:
-    return (labels != -100).sum()
+class _Count(NamedTuple):
+    """Counts what is not ignored in an argument of a chunk, such as labels."""
+
+    name: str | int
+    ignored: int
+    #: How many of each row have nothing that predicts them.
+    first: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        labels: Tensor = kwargs[self.name] if isinstance(self.name, str) else args[self.name]
+        return (labels[:, self.first :] if self.first else labels).ne(self.ignored).sum()
+
+    def __str__(self) -> str:
+        of_name = isinstance(self.name, str)
+        text = f"{self.name}" if of_name else f"args[{self.name}]"
+        text += f"[:, {self.first}:]" if self.first else ""
+        given = f"{self.name}, **_" if of_name else "*args"
+        return f"lambda {given}: ({text} != {self.ignored}).sum()"
+
+
+def _counts(case: Case) -> Iterator[_Count]:
+    """What may count the labels that a loss in forward divides by."""
+    given: list[tuple[str | int, Any]] = [*enumerate(case.inputs), *case.kwargs.items()]
+    for name, value in given:
+        counts = isinstance(value, Tensor) and not value.dtype.is_floating_point and value.numel()
+        if counts and not value.is_complex() and (ignored := int(value.min())) < 0:
+            yield from (_Count(name, ignored, first) for first in range(min(value.dim(), 2)))
 
 
 def _written(value: Any) -> str:
     """An option as one writes it in a program."""
-    if value is _count_labels:
-        return "lambda labels, num_items_in_batch=None, **_: (labels != -100).sum()"
-    return repr(value).replace("'", '"')
+    return str(value) if isinstance(value, _Count) else repr(value).replace("'", '"')
 
 
 def _dims(structure: Structure, name: str, told: Mapping[str, Any], dim: int) -> Any:
