@@ -30,16 +30,18 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.autograd.forward_ad
 import torch.autograd.graph
+import torch.backends.mha
 import torch.distributed
 import torch.library
 import torch.nn.modules.batchnorm
 import torch.nn.modules.instancenorm
 import torch.nn.parallel.distributed
+import torch.nn.utils.parametrize
 import torch.overrides
 import torch.random
 import torch.utils._device
@@ -577,7 +579,11 @@ def is_compilers(function: Any) -> bool:
 
 
 def is_anything_compiled() -> bool:
-    """Whether something was compiled in this process, or is to be."""
+    """Whether something was compiled in this process, or is to be, as far as is known."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and not isinstance(frames.compile_lock, type(threading.RLock())):
+        # Ours is in its place; what was compiled may be forgotten.
+        return True
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     # Torch keeps a list of the backends.
     backends: dict[int, Any] = getattr(compiler, "cached_backends", {})
@@ -742,6 +748,328 @@ def keep_guard_of_compiler() -> None:
 
     threading.Thread(target=hold, name="dataparallel-guard", daemon=True).start()
     made.wait(60)
+
+
+def _stand_in(*args: Any, _call: Callable[..., Any], **kwargs: Any) -> Any:
+    return _call(*args, **kwargs)
+
+
+def _replace(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have a function do what ``make`` makes of it; nothing where torch lacks it.
+
+    Others may have imported one of Python's by name: it stays the object that it is, and gets other
+    code. One of C's, or with a closure, is looked up each time.
+    """
+    parent, _, name = path.rpartition(".")
+    owner = torch if parent == "torch" else _private(parent)
+    function = None if isinstance(owner, _Missing) else getattr(owner, name, None)
+    if isinstance(function, types.FunctionType) and function.__closure__ is None:
+        original = types.FunctionType(
+            function.__code__, function.__globals__, name, function.__defaults__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        function.__kwdefaults__ = {"_call": make(original)}
+        function.__defaults__, function.__code__ = None, _stand_in.__code__
+    elif function is not None:
+        setattr(owner, name, make(function))
+
+
+class _State(NamedTuple):
+    """State of the process."""
+
+    name: str
+    #: Reads it, given the first arguments of its setters, of which there are ``num_keys``; the
+    #: other arguments are what is set.
+    read: Callable[..., tuple[Any, ...]]
+    setters: tuple[str, ...]
+    num_keys: int = 0
+    #: Whether it is entered and left, by nobody who reads it.
+    is_level: bool = False
+
+
+def _state(name: str, setters: str, *getters: str) -> _State:
+    """State that functions of ``torch._C`` set and get."""
+    return _State(name, _of(*getters), tuple(f"torch._C.{each}" for each in setters.split()))
+
+
+def _of(*getters: str) -> Callable[[], tuple[Any, ...]]:
+    """What reads state by functions of ``torch._C``, as far as there are such."""
+    names = [getter for getter in getters if hasattr(torch._C, getter)]
+    found = [_private(f"torch._C.{name}") for name in names]
+    return lambda: tuple(get() for get in found)
+
+
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+_FLAGS = {
+    "cudnn": ("enabled", "benchmark", "deterministic", "allow_tf32", "depthwise_kernel"),
+    "mkldnn": ("enabled", "deterministic"),
+    "nnpack": ("enabled",),
+    "miopen": ("immediate",),
+}
+
+
+#: What torch keeps once for the whole process, and a forward may set and set back; a replica does
+#: so alone, see Note [State of the process] in ``threads/exclusive.py``. Left out is what changes
+#: no results, as warnings, and what nobody sets back, as the number of threads.
+_OF_PROCESS = (
+    # Who leaves the level deletes the tangents of all threads.
+    _State(
+        "the level of forward-mode derivatives",
+        lambda: (forward_mode_level(),),
+        ("torch.autograd.forward_ad.enter_dual_level", "torch.autograd.forward_ad.exit_dual_level"),
+        is_level=True,
+    ),
+    # By this ``torch.func.jvp`` knows whether it has to enter that level.
+    _State(
+        "the nesting of torch.func.jvp",
+        lambda: (_private("torch._functorch.eager_transforms.JVP_NESTING"),),
+        (
+            "torch._functorch.eager_transforms.enter_jvp_nesting",
+            "torch._functorch.eager_transforms.exit_jvp_nesting",
+        ),
+        is_level=True,
+    ),
+    _State(
+        "the default dtype",
+        lambda: (torch.get_default_dtype(),),
+        ("torch._C._set_default_dtype", "torch._C._set_default_tensor_type"),
+    ),
+    _state(
+        "torch.use_deterministic_algorithms",
+        "_set_deterministic_algorithms",
+        "_get_deterministic_algorithms",
+        "_get_deterministic_algorithms_warn_only",
+    ),
+    _State(
+        "torch.autograd.detect_anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        ("torch.set_anomaly_enabled",),
+    ),
+    # ``torch.nn.attention.sdpa_kernel``, and ``flags()`` of modules of ``torch.backends``.
+    _State(
+        "the switches of sdpa_kernel",
+        _of(*(f"_get_{name}_sdp_enabled" for name in _ATTENTIONS), "_get_sdp_priority_order"),
+        ("torch.nn.attention._sdpa_kernel",),
+        is_level=True,
+    ),
+    *(
+        _State(
+            f"torch.backends.{name}.flags",
+            _of(*(f"_get_{name}_{flag}" for flag in flags)),
+            (f"torch.backends.{name}.set_flags",),
+            is_level=True,
+        )
+        for name, flags in _FLAGS.items()
+    ),
+    # Each for itself, too.
+    *(
+        _state("a switch of attention", f"_set_sdp_use_{name}", f"_get_{name}_sdp_enabled")
+        for name in _ATTENTIONS
+    ),
+    *(
+        _state(f"the flag {name}", f"_set_{name}", f"_get_{name}")
+        for name in (
+            "sdp_priority_order",
+            "math_sdp_allow_fp16_bf16_reduction",
+            "cudnn_enabled",
+            "cudnn_benchmark",
+            "cudnn_deterministic",
+            "cudnn_allow_tf32",
+            "cudnn_depthwise_kernel",
+            "mkldnn_enabled",
+            "mkldnn_deterministic",
+            "onednn_allow_tf32",
+            "nnpack_enabled",
+            "miopen_immediate",
+            "cublas_allow_tf32",
+            "cublas_allow_fp16_accumulation",
+            "cublas_allow_fp16_reduced_precision_reduction",
+            "cublas_allow_bf16_reduced_precision_reduction",
+            "float32_matmul_precision",
+            "linalg_preferred_backend",
+            "blas_preferred_backend",
+            "deterministic_fill_uninitialized_memory",
+        )
+    ),
+    _State(
+        "the precision of float32 operations",
+        lambda *of: (_private("torch._C._get_fp32_precision_getter")(*of),),
+        ("torch._C._set_fp32_precision_setter",),
+        num_keys=2,
+    ),
+    # ``torch.backends.cudnn.enabled = False`` and others, which keep their setters.
+    _State(
+        "a flag of torch.backends",
+        lambda flag, _: (flag.getter(),),
+        ("torch.backends.ContextProp.__set__",),
+        num_keys=2,
+    ),
+    _State(
+        "the fast path of nn.TransformerEncoder",
+        lambda: (torch.backends.mha.get_fastpath_enabled(),),
+        ("torch.backends.mha.set_fastpath_enabled",),
+    ),
+)
+
+
+def watch_process_state(
+    change: Callable[..., Any], changing: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """Have state of the process changed by ``change(name, key, read, wanted, put)``.
+
+    ``read()`` gives a tuple, which equals ``wanted`` where ``put()`` will change nothing. What
+    ``sdpa_kernel`` sets back it reads within ``changing(name)``.
+    """
+    for state in _OF_PROCESS:
+        for setter in state.setters:
+            _replace(setter, functools.partial(_changed_by, change, state))
+    _replace("torch.nn.attention._cur_sdpa_kernel_backends", functools.partial(_within, changing))
+
+
+def _within(
+    changing: Callable[[str], AbstractContextManager[None]], read: Callable[..., T]
+) -> Callable[..., T]:
+    def seen(*args: Any, **kwargs: Any) -> T:
+        with changing("sdpa_kernel"):
+            return read(*args, **kwargs)
+
+    return seen
+
+
+def _changed_by(
+    change: Callable[..., Any], state: _State, put: Callable[..., Any]
+) -> Callable[..., Any]:
+    def set_state(*args: Any, **kwargs: Any) -> Any:
+        keys, wanted = args[: state.num_keys], (*args[state.num_keys :], *kwargs.values())
+        read = functools.partial(state.read, *keys)
+        key = (state.read, *map(id, keys))
+        call = functools.partial(put, *args, **kwargs)
+        return change(state.name, key, read, wanted, call, in_backward=state.is_level)
+
+    return set_state
+
+
+class _Parametrized(threading.local):
+    """What ``parametrize.cached()`` keeps in replicas, in each for itself.
+
+    It stands in the place of torch's dict while a replica is within such a block. The keys in that
+    are those of the wrapped module, also for its replicas on other devices. Outside of replicas all
+    is as torch has it, where compiled code can follow.
+    """
+
+    #: What others keep, and how many blocks replicas are within.
+    _others: ClassVar[dict[Any, Any]] = {}
+    _num_blocks: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        # How many blocks this replica is within, and what it keeps; None where this is none.
+        self._depth = 0
+        self._values: dict[Any, Any] | None = None
+
+    @untraced
+    def get(self, key: Any) -> Any:
+        if self._values is None:
+            return self._others.get(key)
+        return self._values.get(key) if self._depth else None
+
+    @untraced
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._values is None:
+            self._others[key] = value
+        elif self._depth:
+            self._values[key] = value
+
+    @contextlib.contextmanager
+    def of_replica(self, within: bool) -> Iterator[None]:
+        """Within this, a replica runs in this thread; ``within`` a block of its caller or not."""
+        before = self._values, self._depth
+        self._values, self._depth = {}, 0
+        try:
+            with torch.nn.utils.parametrize.cached() if within else contextlib.nullcontext():
+                yield
+        finally:
+            self._values, self._depth = before
+
+    def cached(self, original: Callable[[], Iterator[None]]) -> Iterator[None]:
+        """What ``parametrize.cached()`` does."""
+        if torch.compiler.is_compiling() or self._values is None:
+            yield from original()
+            return
+        module: Any = torch.nn.utils.parametrize
+        with _counting:
+            if module._cache is not self:
+                _Parametrized._others = module._cache
+            module._cache, module._cache_enabled = self, module._cache_enabled + 1
+            _Parametrized._num_blocks += 1
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._values = {}
+            with _counting:
+                module._cache_enabled -= 1
+                _Parametrized._num_blocks -= 1
+                if not _Parametrized._num_blocks:
+                    module._cache = self._others if module._cache_enabled else {}
+
+
+parametrized = _Parametrized()
+_counting = threading.Lock()
+
+
+def is_caching_parametrizations() -> bool:
+    """Whether this thread, or another one, is within ``parametrize.cached()``."""
+    return bool(torch.nn.utils.parametrize._cache_enabled)
+
+
+def cache_parametrizations_by_replica() -> None:
+    """Have ``parametrize.cached()`` keep what it keeps for one replica."""
+
+    def replacing(original: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        def cached() -> Iterator[None]:
+            yield from parametrized.cached(original)
+
+        return cached
+
+    (cell,) = torch.nn.utils.parametrize.cached.__closure__ or ()
+    cell.cell_contents = replacing(cell.cell_contents)
+
+
+@contextlib.contextmanager
+def parameters_kept(kept: bool) -> Iterator[None]:
+    """Within this, ``module.to`` keeps parameters where it would make new ones.
+
+    It does so between types of devices that are strange to each other, unless it is told to swap
+    what is in them.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or kept)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def keep_parameters_between(kind: str, other: str = "cpu") -> None:
+    """Have the methods of modules that move them between two types of devices keep parameters."""
+    pair = {kind, other}
+
+    def keeping(name: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            target = name
+            if name == "to":
+                device = _private("torch._C._nn._parse_to")(*args, **kwargs)[0]
+                target = "" if device is None else device.type
+            tensors = (*module.parameters(), *module.buffers())
+            with parameters_kept({target, *(each.device.type for each in tensors)} == pair):
+                return move(module, *args, **kwargs)
+
+        return moved
+
+    for name in ("to", kind, other):
+        _replace(f"torch.nn.Module.{name}", functools.partial(keeping, name))
 
 
 def replace_default_generator(stand_in: Any) -> None:

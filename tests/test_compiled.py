@@ -28,7 +28,7 @@ import dataparallel
 from dataparallel import DataParallel, current_replica
 from dataparallel.collectives import SyncBatchNorm
 from dataparallel.threads import compile as compiling
-from dataparallel.threads import workers
+from dataparallel.threads import exclusive, workers
 from dataparallel.torch_internals import untraced
 from tests.models import assert_all_close, compare, grads_of
 
@@ -633,13 +633,13 @@ def test_an_error_or_an_interrupt_while_a_replica_compiles(interrupt: bool) -> N
         model(batch(9, 4))
     for _ in range(2):
         compare(model, bare, batch(9, 4))
-    assert not compiling.lock._is_wanted() and not compiling.lock._running
+    assert not exclusive.lock._is_wanted() and not exclusive.lock._running
 
 
 def test_a_replica_that_runs_on_while_another_wants_to_compile_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiling.lock, "timeout", 0.3)
+    monkeypatch.setattr(exclusive.lock, "timeout", 0.3)
     monkeypatch.setattr(workers, "_PATIENCE", 0.2)
     ended = threading.Event()
     began = threading.Event()
@@ -666,4 +666,4 @@ def test_a_replica_that_runs_on_while_another_wants_to_compile_is_named(
     model = DataParallel(Uneven(), ["cpu"] * 2)
     with pytest.raises(TimeoutError, match=r"(?s)did not stop: .*replica-1.*current_r"):
         model(torch.randn(4, 4))
-    assert not compiling.lock._is_wanted() and not compiling.lock._running
+    assert not exclusive.lock._is_wanted() and not exclusive.lock._running

@@ -16,20 +16,23 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.errors import locate
-from dataparallel.threads import compile as compiling
+from dataparallel.threads import exclusive
 from dataparallel.threads import meeting as meetings
 from dataparallel.threads.context import ThreadContext, is_portable, pauses
 from dataparallel.threads.meeting import Replica as Replica
 from dataparallel.threads.meeting import current_replica as current_replica
 from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline
 from dataparallel.threads.workers import SecondaryError, Turns, WorkerPools
+
+if TYPE_CHECKING:
+    from dataparallel.threads.compile import ParallelCall
 
 T = TypeVar("T")
 
@@ -160,9 +163,13 @@ def apply_replicas(
     assert len(calls) == len(devices)
     if not calls:
         return []
-    concurrent = len(calls) > 1 and is_portable()
-    may_compile: AbstractContextManager[compiling.ParallelCall | None] = contextlib.nullcontext()
-    if compiling.lock.torchs is not None or torch_internals.is_anything_compiled():
+    exclusive.watch_process_state()
+    concurrent = len(calls) > 1 and is_portable() and not exclusive.lock.depth()
+    may_compile: AbstractContextManager[ParallelCall | None] = contextlib.nullcontext()
+    if torch_internals.is_anything_compiled():
+        # Imported late: most programs compile nothing.
+        from dataparallel.threads import compile as compiling
+
         may_compile = compiling.compiled_call(
             calls, len(set(devices)), _quiet if quiet is None else quiet, concurrent=concurrent
         )
@@ -175,7 +182,8 @@ def apply_replicas(
         elif concurrent and pace is not None and pace.is_in_turn():
             turns = Turns(len(calls))
         meeting = meetings.Rendezvous(len(calls), functools.partial(_waiting, timeline, turns))
-        run = _Run(calls, devices, compiles, turns, timeline, phase, meeting)
+        cached = torch_internals.is_caching_parametrizations()
+        run = _Run(calls, devices, compiles, turns, timeline, phase, meeting, cached)
         if not concurrent:
             return [run.here(i) for i in range(len(calls))]
         context = ThreadContext(devices)
@@ -185,7 +193,8 @@ def apply_replicas(
             pause()
         begin = time.perf_counter()
         release = functools.partial(meeting.close, "the call was interrupted")
-        results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=release)
+        with exclusive.lock.paused():
+            results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=release)
         if pace is not None and pace.is_trial and not (compiles and compiles.has_compiled):
             pace.took(time.perf_counter() - begin, in_turn=turns is not None)
         return results
@@ -197,11 +206,13 @@ class _Run(Generic[T]):
 
     calls: Sequence[Callable[[], T]]
     devices: Sequence[torch.device]
-    compiles: compiling.ParallelCall | None
+    compiles: ParallelCall | None
     turns: Turns | None
     timeline: Timeline | None
     phase: Phase
     meeting: meetings.Rendezvous
+    #: Whether the caller is within ``parametrize.cached()``.
+    within_cached: bool
 
     def label(self, index: int) -> str:
         """Where a replica runs, for error messages."""
@@ -212,21 +223,25 @@ class _Run(Generic[T]):
         device, compiles, turns = self.devices[index], self.compiles, self.turns
         timeline = self.timeline
         meetings.here.set((Replica(index, device, len(self.calls)), self.meeting))
-        how = "failed"
+        how, depth, before = "failed", exclusive.lock.depth(), None
         try:
             if turns is not None:
-                turns.wait(index, compiling.lock.is_held)
+                turns.wait(index, exclusive.lock.is_held)
+            before = exclusive.lock.share(compiles or self)
             if compiles is not None:
                 torch_internals.use_graphs_of_compiler(compiles.graphs)
             with (
-                NO_SPAN if compiles is None else compiling.lock.shared(compiles),
                 torch_internals.record_range(f"replica {index} on {device}"),
                 NO_SPAN if timeline is None else timeline.span(self.phase, index),
+                torch_internals.parametrized.of_replica(self.within_cached),
             ):
                 result = self.calls[index]()
             how = "returned"
             return result
         finally:
+            # What it has changed and not set back stays, as without replicas.
+            exclusive.lock.lower(depth)
+            exclusive.lock.share(before)
             if turns is not None:
                 turns.end(index)
             self.meeting.close(f"replica {index} {how} without coming")
@@ -253,6 +268,6 @@ def _waiting(timeline: Timeline | None, turns: Turns | None, index: int) -> Iter
         turns.end(index)
     with (
         NO_SPAN if timeline is None else timeline.span("idle", index),
-        compiling.lock.shared(None),
+        exclusive.lock.paused(),
     ):
         yield

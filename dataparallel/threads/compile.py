@@ -4,9 +4,9 @@ Note [Compiling alone]
 ~~~~~~~~~~~~~~~~~~~~~~
 While one thread compiles, a flag of ``torch.fx`` makes compiled functions that other threads call
 raise, methods of ``nn.Module`` are patched, and ``torch.compiler.is_compiling()`` is true for
-everybody. So the threads of replicas share a lock that whoever compiles holds alone. It stands in
-the place of torch's own, which only keeps two threads from compiling at the same time. A thread
-that wants the lock alone, or waits for other replicas, gives up its share meanwhile.
+everybody. So whoever compiles holds the lock alone that running replicas share, see Note [State of
+the process] in ``threads/exclusive.py``. What takes it stands in the place of torch's own lock,
+which only keeps two threads from compiling at the same time.
 
 Whoever compiles in the thread of a replica gets torch's own random generators, since the compiler
 draws from them and restores their states. Backward is compiled together with forward: the threads
@@ -32,7 +32,6 @@ import contextlib
 import functools
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -43,12 +42,11 @@ import torch
 from torch import nn
 
 from dataparallel import torch_internals
+from dataparallel.threads import exclusive
 from dataparallel.threads import random as replica_random
 
-# Seconds that a replica waits for those that want to compile; they may wait for it themselves.
-_PATIENCE = 2.0
-# Seconds between two looks around: whether a thread has died, or this one was interrupted.
-_LOOK = 0.2
+# Why a thread holds the lock.
+_REASON = "what torch.compile sets while it compiles"
 # The compiler looks for gradients of parameters, which those of a clone do not have themselves.
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
@@ -57,27 +55,25 @@ _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
 
 
 class CompileLock:
-    """The lock that replicas share and compilers hold alone. See Note [Compiling alone]."""
+    """Torch's lock of its compiler, held together with the lock that replicas share.
+
+    See Note [Compiling alone].
+    """
 
     def __init__(self) -> None:
-        #: Seconds to wait for the replicas to stop, not counting the time in which others compile.
-        self.timeout = 300.0
         #: Torch's own, once this stands in its place.
         self.torchs: Any = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget all threads, as in a forked child, where they are gone."""
-        self._changed = threading.Condition()
-        #: The call of each thread that shares the lock.
-        self._running: dict[threading.Thread, ParallelCall] = {}
-        # Who compiles, or waits only for replicas, and what ends each of its compilations.
-        self._owner: threading.Thread | None = None
+        """Forget what other threads compile, as in a forked child, where they are gone."""
+        self._installing = threading.Lock()
+        # What ends each compilation of the owner.
         self._ends: list[AbstractContextManager[None]] = []
 
     def install(self) -> None:
         """Stand in the place of torch's lock."""
-        with self._changed:
+        with self._installing:
             if self.torchs is None:
                 torch_internals.keep_guard_of_compiler()
                 torch_internals.move_entries_of_compiler(False)
@@ -86,33 +82,6 @@ class CompileLock:
         # Whoever compiles now ends that first.
         with self.torchs:
             pass
-
-    def is_held(self) -> bool:
-        """Whether some thread compiles now: it waits for no replica any more."""
-        return self._is_wanted() and not self._sharing()
-
-    @contextlib.contextmanager
-    def shared(self, call: ParallelCall | None) -> Iterator[ParallelCall | None]:
-        """Share the lock within a ``with`` block, in which this thread runs a replica of a call.
-
-        With None the thread only waits for others, which may compile. Yields what it did before.
-        """
-        before = self._share(call)
-        try:
-            yield before
-        finally:
-            self._share(before)
-
-    def _share(self, call: ParallelCall | None) -> ParallelCall | None:
-        patience = time.monotonic() + _PATIENCE
-        with self._changed:
-            before = self._running.pop(threading.current_thread(), None)
-            self._changed.notify_all()
-            if call is not None:
-                while self.is_held() or (self._is_wanted() and time.monotonic() < patience):
-                    self._changed.wait(_LOOK)
-                self._running[threading.current_thread()] = call
-            return before
 
     def __enter__(self) -> None:
         """Take the lock alone, to compile; may be nested."""
@@ -125,39 +94,12 @@ class CompileLock:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        # An interrupt may come anywhere; each of these blocks ends all the same.
-        with self.shared(None) as call, self.torchs:
-            before = self._owner
-            try:
-                self._stop_replicas()
-                with contextlib.nullcontext() if call is None else call.compiling():
-                    yield
-            finally:
-                with self._changed:
-                    self._owner = before
-                    self._changed.notify_all()
-
-    def _stop_replicas(self) -> None:
-        deadline = time.monotonic() + self.timeout
-        with self._changed:
-            self._owner = threading.current_thread()
-            while running := self._sharing():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        "torch.compile has to compile, and nothing may run meanwhile, but "
-                        f"within {self.timeout:.3g} s these threads did not stop: "
-                        f"{', '.join(running)}; replicas that wait for each other must do so "
-                        "through current_rendezvous()"
-                    )
-                self._changed.wait(_LOOK)
-
-    # A thread may have died of an interrupt.
-
-    def _is_wanted(self) -> bool:
-        return self._owner is not None and self._owner.is_alive()
-
-    def _sharing(self) -> list[str]:
-        return sorted(thread.name for thread in list(self._running) if thread.is_alive())
+        with (
+            exclusive.lock.alone(_REASON) as work,
+            self.torchs,
+            work.compiling() if isinstance(work, ParallelCall) else contextlib.nullcontext(),
+        ):
+            yield
 
 
 #: Of this process.
@@ -211,7 +153,7 @@ def compiled_call(
     graphs = torch_internals.graphs_of_compiler() if concurrent else {}
     one_by_one = kind not in quiet or (any(graphs.values()) and num_devices < len(calls))
     call = ParallelCall(num_devices, kind is not None and one_by_one, graphs)
-    with torch_internals.settings_of_calls_kept(), lock.shared(None):
+    with torch_internals.settings_of_calls_kept():
         yield call
     if call.has_compiled:
         quiet.discard(kind)

@@ -9,7 +9,8 @@ Carried by :class:`ThreadContext`: grad mode, inference mode, forward-mode AD, v
 multithreaded backward, autocast of every device type (enabled, dtype, cache, nesting), the stacks
 of function modes (a default device is one) and dispatch modes, whether ``__torch_function__`` is
 disabled, saved-tensor hooks, contextvars, current streams and the denormal mode of the CPU.
-Anomaly mode, deterministic algorithms, the default dtype and the SDPA switches are process-wide.
+Anomaly mode, deterministic algorithms, the default dtype, the SDPA switches and the level of
+forward-mode derivatives are process-wide: Note [State of the process] in ``threads/exclusive.py``.
 functorch transforms and ``torch.jit.trace`` cannot be carried: where they make :func:`is_portable`
 False, the replicas run in the calling thread.
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dataparallel.threads import exclusive
 from dataparallel.threads.workers import SecondaryError
 from dataparallel.torch_internals import untraced
 
@@ -77,6 +78,7 @@ class Rendezvous:
         entry = here.get()
         assert entry is not None and entry[1] is self, "replicas of one call meet"
         index = entry[0].index
+        exclusive.lock.refuse(f"the meeting for {key!r}")
         with self._changed:
             meeting = self._join(index, key, value)
             waits = index > 0 or len(meeting.values) < self.num_replicas
