@@ -72,6 +72,11 @@ def parse_device(spec: DeviceLike) -> torch.device:
         count = int(module.device_count())
     except (RuntimeError, AttributeError) as error:
         fault = str(error).splitlines()[0]
+        if str(spec).startswith("virtual"):
+            fault = (
+                "call dataparallel.virtual.enable() at the start of the program, or set "
+                "DATAPARALLEL_VIRTUAL_DEVICES"
+            )
         raise ValueError(f"{spec!r} is not a device: {fault}; {_devices_that_exist()}") from error
     index = device.index
     if index is None:

@@ -1044,12 +1044,20 @@ def parameters_kept(kept: bool) -> Iterator[None]:
     It does so between types of devices that are strange to each other, unless it is told to swap
     what is in them.
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or kept)
-    try:
+    if not kept:
         yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+        return
+    # One thread at a time, since it is told for the whole process.
+    with _keeping:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            yield
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+_keeping = threading.RLock()
 
 
 def keep_parameters_between(kind: str, other: str = "cpu") -> None:

@@ -48,11 +48,7 @@ def twins(
 def placed(
     build: Callable[[], nn.Module], device: str, dtype: torch.dtype = torch.double
 ) -> nn.Module:
-    """A module made on a device, always with the same values.
-
-    Moved there instead, it could lose what its parameters share: torch gives a module new
-    parameters when it moves to a device type that it does not know by name.
-    """
+    """A module made on a device, always with the same values."""
     torch.manual_seed(1)
     with torch.device(device):
         return build().to(dtype=dtype)

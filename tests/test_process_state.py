@@ -193,7 +193,8 @@ def test_several_threads_that_call_wrappers_share_the_level(short_turns: None) -
     net, bare = twins(lambda: Derived(of_jvp), "cpu")
     models = [DataParallel(net, ["cpu"] * 2) for _ in range(3)]
     x = torch.randn(8, 4, dtype=torch.double)
-    expected, results = bare(x), []
+    expected = bare(x)
+    results: list[Tensor] = []
 
     def call(model: nn.Module) -> None:
         results.extend(model(x) for _ in range(5))

@@ -209,15 +209,10 @@ def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
     first = devices[0]
     if not there - {first} or (len(devices) > 1 and there != {torch.device("cpu")}):
         return
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    # Between types of devices that are strange to each other torch makes new parameters, unless it
-    # is told to swap what is in them: an optimizer would go on with those that nobody uses.
+    # Else an optimizer would go on with parameters that nobody uses.
     keeps = torch_internals.takes_memory_of(torch.empty(0), torch.empty(0, device=first))
-    torch.__future__.set_swap_module_params_on_conversion(before or not keeps)
-    try:
+    with torch_internals.parameters_kept(not keeps):
         module.to(first)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
     _log.info(
         "the module was on %s and is on %s now, the first of its devices",
         listed(sorted(map(str, there))),

@@ -36,6 +36,7 @@ class NativeGraph(Protocol):
 class Extension(Protocol):
     """What ``csrc/bindings.cpp`` offers."""
 
+    def autograd_has_started(self) -> bool: ...
     def initialize(self, count: int) -> None: ...
     def device_count(self) -> int: ...
     def strict(self) -> bool: ...
@@ -130,8 +131,9 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
     Raises:
         TypeError: ``n`` is not an int.
         ValueError: ``n`` is out of range, or the environment variable is neither 0 nor 1.
-        RuntimeError: Another number of devices is enabled already, another package has registered
-            an accelerator of its own, or the backend cannot be compiled.
+        RuntimeError: Another number of devices is enabled already, a backward has run in the
+            process before, another package has registered an accelerator of its own, or the backend
+            cannot be compiled.
     """
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"the number of virtual devices must be an int, got {n!r}")
@@ -193,11 +195,18 @@ def _register(n: int) -> None:
     from dataparallel.virtual import device_module
 
     extension = cast(Extension, native_extension().load())
+    if extension.autograd_has_started():
+        raise RuntimeError(
+            "virtual devices must be enabled before the first backward of the process, which "
+            "starts autograd's threads for the devices that there are: call "
+            "dataparallel.virtual.enable() earlier, or set DATAPARALLEL_VIRTUAL_DEVICES"
+        )
     extension.initialize(n)
     device_module.use(extension)
     backend_registration.rename_privateuse1_backend(_NAME)
     torch_internals.register_device_module(_NAME, device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch_internals.keep_parameters_between(_NAME)
     _loaded = extension
     atexit.register(_let_engine_threads_finish)
 

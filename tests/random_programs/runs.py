@@ -186,8 +186,6 @@ class _State:
     def begin(self, wrap: Wrap) -> None:
         program, names = self._program, self.names
         exec(compile(program.net(), "net", "exec"), names)
-        # Made there: when a module moves to a device type that torch does not know by name, it
-        # gets new parameters, and loses what they share.
         with torch.device(self._device):
             net, encoder = names["Net"](), nn.Linear(program.width, program.width)
         names["net"] = self._filled(net, 1000)

@@ -172,3 +172,40 @@ sys.modules["keep"] = (a, b, s, e, w, loss, y, g)
 """
     done = run_python(PREAMBLE + code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_after_a_backward_it_is_too_late() -> None:
+    """Autograd has made its threads, and has none for devices that come later."""
+    code = """
+import torch, dataparallel
+import dataparallel.virtual as v
+
+def backward():
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    return x.grad.tolist()
+
+backward()
+try:
+    v.enable(2)
+except RuntimeError as error:
+    print(error)
+print(v.is_enabled(), torch.accelerator.current_accelerator(), backward())
+"""
+    done = run_python(code, DATAPARALLEL_VIRTUAL_DEVICES="")
+    text = "virtual devices must be enabled before the first backward of the process"
+    assert done.stdout.startswith(text) and "set DATAPARALLEL_VIRTUAL_DEVICES" in done.stdout
+    assert done.stdout.splitlines()[1:] == ["False None [1.0, 1.0]"]
+
+
+def test_a_device_that_is_not_enabled_says_how() -> None:
+    code = """
+import torch, dataparallel
+try:
+    dataparallel.DataParallel(torch.nn.Linear(2, 2), ["virtual:0", "virtual:1"])
+except ValueError as error:
+    print(error)
+"""
+    done = run_python(code, DATAPARALLEL_VIRTUAL_DEVICES="")
+    assert done.stdout.startswith("'virtual:0' is not a device: call dataparallel.virtual.enable()")
+    assert "DATAPARALLEL_VIRTUAL_DEVICES" in done.stdout

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
+import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +118,59 @@ def test_threads_that_wait_for_each_others_streams() -> None:
     for stream in streams:
         stream.synchronize()
     assert [total.item() for total in totals] == [400, 400]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(indices))
+        return logits
+
+
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "to": lambda module: module.to("virtual:1"),
+    "to_dtype": lambda module: module.to(torch.device("virtual"), torch.double),
+    "like": lambda module: module.to(torch.empty(1, device="virtual:2")),
+    "named": operator.methodcaller("virtual"),
+    "back": lambda module: module.to("virtual:0").cpu(),
+    "back_by_to": lambda module: module.to("virtual:0").to(device="cpu"),
+    "between": lambda module: module.to("virtual:0").to("virtual:1"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_module_that_moves_keeps_its_parameters(move: Callable[[nn.Module], Any]) -> None:
+    """As to a GPU: what is shared stays so, and an optimizer made before goes on with it."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.manual_seed(1)
+    module = Tied()
+    expected = copy.deepcopy(module)
+    weight = module.head.weight
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    module(torch.arange(6)).square().sum().backward()
+    assert move(module) is module
+    assert module.head.weight is module.embedding.weight is weight
+    assert weight.grad is not None and weight.grad.device == weight.device
+    for each, steps in (
+        (module, optimizer),
+        (expected, torch.optim.SGD(expected.parameters(), 0.5)),
+    ):
+        each.zero_grad()
+        each(torch.arange(6, device=each.head.weight.device)).square().sum().backward()
+        steps.step()
+    torch.testing.assert_close(weight.cpu().float(), expected.head.weight)
+    assert torch.__future__.get_swap_module_params_on_conversion() == swaps
+
+
+def test_other_conversions_of_modules_are_torchs_own() -> None:
+    """Torch refuses to swap what somebody refers to weakly; only the move needs that."""
+    module = nn.Linear(2, 2)
+    reference = weakref.ref(module.weight)
+    module.to(torch.double).to("cpu").cpu()
+    assert reference() is module.weight and module.weight.dtype == torch.double
+    with pytest.raises(TypeError, match=r"to\(\) received"):
+        module.to("virtual:0", nowhere=True)  # type: ignore[call-overload]

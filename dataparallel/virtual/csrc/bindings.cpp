@@ -1,5 +1,6 @@
 // What Python sees of the extension.
 #include <torch/csrc/Generator.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "hooks.h"
@@ -59,6 +60,17 @@ py::list default_generators() {
   return result;
 }
 
+// The first backward makes the pool, together with a thread for each device that there is then.
+struct Engine : torch::autograd::Engine {
+  static bool has_pool(torch::autograd::Engine& engine) {
+    return engine.*(&Engine::thread_pool_shared_) != nullptr;
+  }
+};
+
+bool autograd_has_started() {
+  return Engine::has_pool(torch::autograd::Engine::get_default_engine());
+}
+
 void initialize(int count) {
   set_device_count(count);
   watch_for_fork();
@@ -69,6 +81,7 @@ void initialize(int count) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
+  m.def("autograd_has_started", &autograd_has_started);
   m.def("initialize", &initialize);
   m.def("device_count", [] { return static_cast<int>(device_count()); });
   m.def("strict", &strict);
