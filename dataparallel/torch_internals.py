@@ -265,6 +265,8 @@ refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr")
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
 #: Of another base, the view that a tensor is of its own: what fake tensors are made by.
 replay_view: Callable[..., torch.Tensor] = _private("torch._C.TensorBase._view_func_unsafe")
+#: The tensor of which another one is a view; None where it is none.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 #: Parts of a sparse tensor that need not be coalesced, which the public methods insist on.
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_values")

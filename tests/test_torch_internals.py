@@ -39,6 +39,8 @@ ALLOWED = {
     "_version",
     # How the hooks begin that an optimizer has, which its copies leave out.
     "_optimizer_",
+    # Of the arguments of Hugging Face's Trainer, which assigns it, too.
+    "_n_gpu",
     # argparse's, of a parser: its options, which `shtab` reads too.
     "_actions",
     # Python's.

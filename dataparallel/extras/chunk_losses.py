@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dataparallel import torch_internals
 from dataparallel.batch.tree import flatten
 from dataparallel.errors import add_note, describe_names
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.random import default_generator
-from dataparallel.torch_internals import untraced
 
 _log = logging.getLogger("dataparallel")
 
@@ -77,7 +77,7 @@ class ChunkLosses:
         rule = known.rules[0] if known else _SUM
         return None if rule == _SUM else self._counts(args, kwargs)[rule].sum()
 
-    @untraced
+    @torch_internals.untraced
     def before(self, wrapper: DataParallel[Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Find out about a batch what is not known yet; a hook before the wrapper's forward."""
         known = self._known.get(_kind(args, kwargs))
@@ -289,5 +289,6 @@ def _left_as_it_is(model: nn.Module) -> Iterator[Callable[[], bool]]:
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     """Keep on the host what a graph saves; without activation checkpointing it may be much."""
-    owner = tensor if tensor._base is None else tensor._base
-    return tensor.device, tensor if isinstance(owner, nn.Parameter) else tensor.cpu()
+    base = torch_internals.base_of(tensor)
+    is_parameter = isinstance(tensor if base is None else base, nn.Parameter)
+    return tensor.device, tensor if is_parameter else tensor.cpu()
