@@ -80,6 +80,11 @@ def loss_of(net: Net, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+def loss_in_an_attribute(net: Net, x: Tensor, how: str = "mean") -> Any:
+    vars(net)["l_aux"] = getattr(net.other(x).square(), how)()
+    return net.layer(x)
+
+
 IGNORED = Y.where(torch.arange(len(Y)) > 2, -100)
 #: The cause, the remedy, the module, the batch, and options of the wrapper.
 CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = [
@@ -125,6 +130,13 @@ CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str,
         {"scalars": "mean"},
     ),
     (
+        "scalar",
+        'scalars="mean"',
+        lambda: Net(lambda net, x: (net.layer(x), net.other.weight.mean().exp())),
+        (X,),
+        {},
+    ),
+    (
         "no batch dimension",
         "out_dims=(0, None)",
         lambda: Net(lambda net, x: (net.layer(x), net.other.weight.mean(1))),
@@ -140,7 +152,7 @@ CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str,
     ),
     (
         "number",
-        "sum",
+        'out_dims={"n": "sum"}',
         lambda: Net(lambda net, x: {"output": net.layer(x), "n": len(x)}),
         (X,),
         {},
@@ -167,6 +179,8 @@ CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str,
         (X,),
         {},
     ),
+    ("scalar", 'scalars="mean"', lambda: Net(loss_in_an_attribute), (X,), {}),
+    ("scalar", 'scalars="sum"', lambda: Net(loss_in_an_attribute), (X, "sum"), {"scalars": "mean"}),
     ("attribute", "return it", lambda: Net(count), (X,), {}),
     ("attribute", "return it", lambda: Net(state), (X,), {}),
     ("error", "", lambda: Net(lambda net, x, y: net.layer(x)), (X, X[:3]), {}),
@@ -260,6 +274,7 @@ EQUAL: list[tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], dict
     (mlp, (X, Y), {}, {"loss": lambda output, y: (output.sin() * y[:, None]).sum()}),
     (mlp, (X,), {}, {"loss": lambda output: output.square().sum()}),
     (lambda: mlp(nn.BatchNorm1d(8)), (X, Y), {"buffers": "sync"}, {"loss": F.cross_entropy}),
+    (lambda: mlp(nn.SyncBatchNorm(8)), (X, Y), {}, {"loss": F.cross_entropy}),
     (lambda: mlp(nn.Dropout(0.5)), (X,), {}, {}),
     (lambda: mlp(nn.BatchNorm1d(8), nn.Dropout(0.5)).eval(), (X,), {}, {}),
     (RECURRENT, (torch.randn(6, 5, 4),), {"out_dims": (0, 1)}, {}),
@@ -269,6 +284,7 @@ EQUAL: list[tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], dict
     (lambda: Net(shared), (X.clone().requires_grad_(),), {}, {}),
     (WITH_MASK, (X,), {"in_dims": {"mask": None}}, {"mask": MASK}),
     (WITH_MASK, (X, dp.Replicate(MASK)), {}, {}),
+    (lambda: Net(loss_in_an_attribute), (X, Y), {"scalars": "mean"}, {"loss": F.cross_entropy}),
     (RETURNS_OUTPUT, ({"x": X},), {"scalars": "mean"}, {}),
     (TakesDict, ({"x": X},), {}, {}),
     (lambda: Net(lambda net, x: torch.complex(net.layer(x), net.other(x))), (X,), {}, {}),

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -117,6 +117,8 @@ class Results:
     errors: dict[str, Exception] = field(default_factory=dict)
     #: How the output is built.
     structure: Structure = LEAF
+    #: The attributes in which the forward has left losses.
+    losses: Collection[str] = ()
 
     def add(self, part: str, name: str, value: Any) -> Structure:
         """Add the leaves of a value, each under an expression such as ``output['loss']``."""
@@ -227,6 +229,7 @@ class Case:
             part = "gradients" if self.loss is None else "loss"
             total = self._total(output, targets, found, like)
             part = "gradients"
+            total = _with_losses(total, module, found, like)
             found.add_gradients(total, module, given, part)
         except Exception as error:
             if like is None:
@@ -269,11 +272,30 @@ class Case:
         try:
             total = wrapper.loss(self.loss, given.kwargs or tuple(given.inputs), *targets)
             found.add("model.loss", "loss", total)
+            total = _with_losses(total, module, found, like)
             found.add_gradients(total, module, given, "model.loss")
         except Exception as error:
             tell(error)
             found.errors["model.loss"] = error
         return found
+
+
+def _with_losses(total: Any, module: nn.Module, found: Results, like: Results | None) -> Any:
+    """Add to a loss those that a forward has left in attributes, such as those of experts."""
+    graphs = {
+        f"{path}.{name}".removeprefix("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+    scalars = [name for name, value in graphs.items() if not value.dim()]
+    found.losses = scalars if like is None else like.losses
+    for name in found.losses:
+        if name not in scalars:
+            raise Incomparable(f"not compared, since {name} has another shape")
+        # None where nothing else requires grad.
+        total = graphs[name] if total is None else total + graphs[name].to(total.device)
+    return total
 
 
 # --- the comparison ------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ _NAMED = {
 CAUSES = {
     "error": ("The wrapper refuses the batch, or the loss its output.", ""),
     "list": (
-        "A list, an array or an object is among the arguments or the outputs, and the wrapper cannot "
+        "A list, an array or an object is among the arguments or outputs, and the wrapper cannot "
         "tell whether it has one entry per sample.",
         'in_dims={"name": "samples"} and out_dims="samples" for a list with one entry per sample; '
         "or a tensor",
@@ -48,7 +48,7 @@ CAUSES = {
         "dim=1",
     ),
     "scalar": (
-        "An output has no dimensions, such as a loss, so that each replica has one.",
+        "An output, or a loss in an attribute, has no dimensions, so that each replica has one.",
         'scalars="mean" or "sum", or a function that counts what a chunk\'s loss is divided by',
     ),
     "no batch dimension": (

@@ -332,7 +332,8 @@ class _Verifier:
             kind = _kind_of_output(value)
             if part == "outputs" and kind in wrong:
                 wrong[kind].append(name)
-        if wrong["scalar"]:
+        losses = {("attributes", name) for name in comparison.expected.losses}
+        if wrong["scalar"] or losses & gaps.keys():
             for way in ("mean", "sum", *_counts(self._case)):
                 yield "scalar", {"scalars": way}
         for kind, names in wrong.items():
@@ -367,10 +368,10 @@ class _Verifier:
                 if kind == "error" and key[0] != "outputs" and kinds:
                     # It comes from an output that is of another kind.
                     kind = kinds[0]
-                if kind == "unknown" and key in same:
+                if kind == "unknown" and (key in same or "coupled samples" in kinds):
                     kind = "coupled samples"
                 causes[key] = kind, CAUSES[kind][1]
-            if key[0] == "outputs" and math.isinf(gap.absolute):
+            if key[0] == "outputs" and (math.isinf(gap.absolute) or key in same):
                 kinds.append(causes[key][0])
 
     def _kind(self, key: Key, comparison: Comparison, *, is_strange: bool) -> str:
@@ -379,7 +380,7 @@ class _Verifier:
         if name == FAULT:
             return "error"
         if part == "attributes":
-            return "attribute"
+            return "scalar" if name in comparison.expected.losses else "attribute"
         if part == "buffers":
             owner = self._module.get_submodule(name.rpartition(".")[0])
             local = self._model.buffer_policy != "sync"
