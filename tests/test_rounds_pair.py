@@ -249,6 +249,15 @@ def gradients_of_inputs(model: Any, rank: int, step: int) -> None:
     model(x.detach()).pow(2).sum().backward()
 
 
+def an_old_output_of_one_rank(model: Any, rank: int, step: int) -> None:
+    """All have left its step out when one rank makes use of it."""
+    x = data(rank, step).requires_grad_()
+    old = model(x).sum()
+    model(data(rank, step)).pow(2).sum().backward()
+    if rank == 0:
+        torch.autograd.grad(old, x)
+
+
 def in_a_thread(model: Any, rank: int, step: int) -> None:
     if rank == 0:
         with ThreadPoolExecutor(1) as thread:
@@ -273,6 +282,7 @@ PROGRAMS: list[Program] = [
     evaluation_of_one_rank,
     a_step_left_out_by_all,
     gradients_of_inputs,
+    an_old_output_of_one_rank,
     in_a_thread,
     accumulation,
 ]
