@@ -6,6 +6,7 @@
 #   ARGS         passed on to the training script          make train ARGS="--epochs 3"
 #   PYTEST_ARGS  passed on to pytest                       make test PYTEST_ARGS="-k scatter"
 #   VERSIONS     passed on to tests/versions.py            make versions VERSIONS="--torch 2.13.0"
+#   PROGRAMS     how many random programs run                make random PROGRAMS=5000
 #   DEVICES      where `make gpu` runs                     make gpu DEVICES=virtual:0,virtual:1
 
 PYTHON ?= python3
@@ -15,6 +16,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 VERSIONS ?=
 DEVICES ?=
+PROGRAMS ?= 500
 
 # Threads that spin while they wait slow each other down as soon as something else needs the cores.
 export OMP_WAIT_POLICY ?= passive
@@ -25,7 +27,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test versions gpu browser images soak check docs format build clean
+.PHONY: help train test versions random gpu browser images soak check docs format build clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +40,9 @@ test: $(DEV_STAMP) ## run the tests
 
 versions: $(DEV_STAMP) ## run some tests with the oldest and the newest torch, on each Python there is
 	@$(VENV)/bin/python -m tests.versions $(VERSIONS)
+
+random: $(DEV_STAMP) ## compare random programs, other ones each time, with the bare module
+	@$(VENV)/bin/python -m tests.random_programs --programs $(PROGRAMS) $(ARGS)
 
 gpu: ## run what only an NVIDIA GPU can show; installs nothing, and needs no network
 	@$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu.report \

@@ -6,7 +6,7 @@ import random
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Options of the optimizers.
 RATES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5}
@@ -50,9 +50,69 @@ LAYERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "norm": (5, ("self.{n} = nn.BatchNorm1d({w})",), ("h = self.{n}(h)",)),
     "checkpoint": (2, (_LINEAR,), ("h = checkpoint(self.{n}, h, use_reentrant=False)",)),
     "reentrant": (2, (_LINEAR,), ("h = checkpoint(self.{n}, h, use_reentrant=True)",)),
+    # State of the process, which replicas in threads share.
+    "tangent": (1, (), ("h = h + jvp(torch.square, (h,), (torch.ones_like(h),))[1]",)),
+    "attention": (
+        1,
+        (),
+        (
+            "q = h.unsqueeze(-2)",
+            "with sdpa_kernel(SDPBackend.MATH):\n    h = attend(q, q, q)[..., 0, :]",
+        ),
+    ),
+    "cached": (
+        1,
+        (_LINEAR, 'parametrize.register_parametrization(self.{n}, "weight", Halved())'),
+        ("with parametrize.cached():\n    h = self.{n}(h) + self.{n}(h)",),
+    ),
+    # What forward leaves in attributes.
+    "kept": (1, (), ("self.{n} = h",)),
+    "auxiliary": (1, (), ("self.{n} = h.pow(2).sum()",)),
 }
 #: Some forwards or some ranks do not use them.
 UNUSED = {"unused", "sometimes", "either"}
+#: Layers without parameters.
+WITHOUT = {"frozen", "counted", "function", "tangent", "attention", "kept", "auxiliary"}
+#: Layers that leave a tensor for the loss.
+LEAVING = {"kept", "auxiliary"}
+
+
+class Extra(NamedTuple):
+    """A further argument of forward."""
+
+    #: Its value; ``ROWS`` is the number of samples.
+    value: str
+    #: What ``in_dims`` says of it; "" for nothing.
+    dims: Any
+    #: What forward does with it.
+    use: str
+
+
+EXTRAS = {
+    "strings": Extra(
+        "['ab' * (i % 3) for i in range(ROWS)]",
+        "samples",
+        "h = h + h.new_tensor([[len(name)] for name in extra])",
+    ),
+    "integers": Extra(
+        "[i % 3 - 1 for i in range(ROWS)]", "samples", "h = h + h.new_tensor(extra)[:, None]"
+    ),
+    "tensors": Extra(
+        "list(batch(NUMBER, ROWS).unbind(-2))", "samples", "h = h + torch.stack(extra, -2)"
+    ),
+    "records": Extra(
+        "[{'x': x, 'n': i % 2} for i, x in enumerate(batch(NUMBER, ROWS).unbind(-2))]",
+        "samples",
+        "h = h + torch.stack([one['x'] * one['n'] for one in extra], -2)",
+    ),
+    "pair": Extra("Pair(batch(NUMBER, ROWS), 2)", "", "h = h + extra.x * extra.factor"),
+    "nested": Extra(
+        "[batch(NUMBER, ROWS), (batch(NUMBER, ROWS),)]", "", "h = h + extra[0] - extra[1][0] * 2"
+    ),
+    "number": Extra("2", "", "h = h * extra"),
+    "whole": Extra("weight", None, "h = h * extra"),
+    "optional": Extra("None", "", "assert extra is None"),
+}
 
 #: What may stand before the first layer that has parameters.
 FIRST = ("h = h.add_(1)", "h = F.relu(h, inplace=True)", "h += 1", "h[:, :1] *= 2")
@@ -84,8 +144,6 @@ DYNAMIC_STEPS = [
     (1.0, "if kept:\n    kept.pop(0).backward()"),
     (1.0, "<call>\nloss = <loss>\nloss.backward(retain_graph=True)\nloss.backward()"),
     (1.0, f"{_LEAF}record(*torch.autograd.grad(loss, [x]))"),
-    (0.4, f"{_LEAF}loss.backward(inputs=[x])\nrecord(x.grad)"),
-    (0.4, f"{_LEAF}loss.backward(inputs=[<used>])\nrecord(x.grad)"),
     (0.4, f"{_LEAF}loss.backward(inputs=trained())\nrecord(x.grad)"),
     (1.0, "<input>\nm(x<use>)"),
     (1.0, "<input>\n<outputs> = parts(net(x<use>))\n(<loss>).backward()"),
@@ -97,6 +155,11 @@ DYNAMIC_STEPS = [
     (0.3, f"{_CLEAR}<used>.data.mul_(-1)"),
     (0.3, f"{_CLEAR}p = <used>\np.data = p.data * -1"),
     (0.3, f"{_CLEAR}m.load_state_dict(m.state_dict())"),
+]
+#: Where some parameters may be left without a gradient.
+PARTIAL_STEPS = [
+    (0.4, f"{_LEAF}loss.backward(inputs=[x])\nrecord(x.grad)"),
+    (0.4, f"{_LEAF}loss.backward(inputs=[<used>])\nrecord(x.grad)"),
 ]
 #: In one process.
 LONE_STEPS = [
@@ -113,11 +176,22 @@ class Net(nn.Module):
         super().__init__()
 {init}
 
-    def forward(self, x, use=1):
+    def forward(self, x, use=1, extra=None):
         h = x
 {forward}
         return {returns}
 """
+
+#: In place of a step: some rank raises, and all get an error. Nothing of it is applied anywhere.
+DOOMED = """\
+{clear}
+def doomed():
+    x = <batch>
+    <outputs> = parts(m(x<use>))
+    at_loss(<loss>).backward()
+m.eval()
+fails(doomed, {where!r}, {rank})
+m.train()"""
 
 HOOKS = (
     "<any>.register_hook(lambda g: g * 2)",
@@ -153,6 +227,14 @@ class Program:
         self.hooked: list[str] = []
         self.trained: list[str] = []
         self.static, self.head, self.side, self.rank_dependent = False, False, False, False
+        # Attributes that forward leaves for the loss, and a part of the output that no loss has.
+        self.left: list[str] = []
+        self.note = ""
+        self.out_dims: tuple[int, str] | None = None
+        # The batch is dimension 1.
+        self.time_first = self.has(0.1)
+        self.extra = EXTRAS[self.one(list(EXTRAS))] if self.has(0.35) else None
+        self.doomed = self.has(0.15)
         self.width = self.random.randint(3, 4 if self.exact else 8)
         # What the module returns.
         self.returns = self.module()
@@ -179,11 +261,17 @@ class Program:
         self.kinds.add(kind)
         self.init += [line.format(**values) for line in init]
         if index == 0 and self.has(0.2):
-            self.forward.append(self.one(FIRST))
+            # Of the batch, not of time.
+            self.forward.append(self.one(FIRST[: -1 if self.time_first else None]))
+        if index == 0 and self.extra is not None:
+            self.forward.append(self.extra.use)
         self.forward += [line.format(**values) for line in forward]
-        if kind in ("frozen", "counted", "function"):
+        if kind in LEAVING:
+            self.left.append(f"net.{name}")
+        if kind in WITHOUT:
             return
-        self.hooked.append(f"net.{name}" + ("" if kind == "vector" else ".weight"))
+        places = {"vector": "", "cached": ".parametrizations.weight.original"}
+        self.hooked.append(f"net.{name}{places.get(kind, '.weight')}")
         if kind not in UNUSED:
             self.trained.append(self.hooked[-1])
 
@@ -193,8 +281,9 @@ class Program:
         self.static = self.has(0.15)
         # Over processes, it would have the statistics of all of them.
         hybrid = min(self.processes, len(self.devices)) > 1
-        left_out = {"norm"} if self.exact or hybrid else set()
-        left_out |= UNUSED if self.static else set()
+        left_out = {"norm"} if self.exact or hybrid or self.time_first else set()
+        left_out |= UNUSED | LEAVING if self.static else set()
+        left_out |= {"sliced"} if self.time_first else set()
         kinds = [kind for kind in LAYERS if kind not in left_out]
         weights = [LAYERS[kind][0] for kind in kinds]
         for index in range(1, self.random.randint(1, 4) + 1):
@@ -203,16 +292,39 @@ class Program:
             self.head = True
             self.init.append(f"self.head = nn.Linear({self.width}, 2)")
         self.rank_dependent = self.has(0.5)
+        if self.doomed:
+            self.forward.append("h = inside(h)")
         if not self.static and self.has(0.2):
             self.side = True
             if self.has(0.5):
                 return "(h, h * 2)"
             self.init.append(f"self.side = nn.Linear({self.width}, 2)")
             return "(h, self.side(h))"
-        return "{'h': h}" if self.has(0.1) else "h"
+        return self.noted() if self.has(0.3) else "h"
+
+    def noted(self) -> str:
+        """A return value with a part that no loss has, or in another container."""
+        parts = {
+            "len(h)": "sum",
+            "[str(i)[:0] for i in range(len(h))]": "samples",
+            "[one.detach() for one in h]": "samples",
+        }
+        if self.time_first or self.has(0.4):
+            return self.one(["{'h': h}", "Out(h)"])
+        self.note = self.one(list(parts))
+        self.out_dims = (0, parts[self.note])
+        return f"(h, {self.note})"
 
     def options_of_the_wrapper(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
+        if self.time_first:
+            options["dim"] = 1
+        if self.extra is not None and self.extra.dims != "":
+            options["in_dims"] = {"extra": self.extra.dims}
+        if self.out_dims is not None:
+            options["out_dims"] = self.out_dims
+        if "auxiliary" in self.kinds:
+            options["scalars"] = "sum"
         if "norm" in self.kinds and len(self.devices) > 1:
             options["buffers"] = "sync"
         if self.wrapper == "DataParallel":
@@ -246,12 +358,24 @@ class Program:
         if not self.static:
             table = [
                 *(STEPS + DYNAMIC_STEPS),
+                *(PARTIAL_STEPS if self.options.get("find_unused_parameters") is None else []),
                 *(LONE_STEPS if self.processes == 1 else []),
-                *(LOSS_STEPS if self.returns == "h" else []),
+                *(LOSS_STEPS if self._has_loss() else []),
             ]
         weights, templates = zip(*table, strict=True)
         chosen = self.random.choices(templates, weights, k=self.random.randint(1, 7))
+        if self.doomed:
+            rank, where = (
+                self.random.randrange(self.processes),
+                self.one(["loss", "forward", "graph"]),
+            )
+            template = DOOMED.format(clear=_CLEAR, where=where, rank=rank)
+            chosen.insert(self.random.randint(0, len(chosen)), template)
         return [*map(self.filled, (_TRAIN, *chosen, _TRAIN)), _CLEAR]
+
+    def _has_loss(self) -> bool:
+        """True if `model.loss` takes what forward takes and returns."""
+        return self.returns == "h" and self.extra is None and not self.time_first
 
     # --- parts of steps --------------------------------------------------------------------------
 
@@ -266,7 +390,8 @@ class Program:
 
     def _call(self) -> str:
         """A forward, which leaves `x`, `out` and perhaps `side`."""
-        return self.filled("<input>\n<outputs> = parts(m(x<use>))")
+        record = "\nrecord(note)" if self.note else ""
+        return self.filled(f"<input>\n<outputs> = parts(m(x<use>)){record}")
 
     def _leaf(self) -> str:
         return self.filled("x = <batch>.requires_grad_()\n<outputs> = parts(m(x<use>))")
@@ -280,18 +405,24 @@ class Program:
         if self.has(0.3):
             rows += " + rank"
         self.number += 1
+        self.rows = rows
         return f"batch({self.number}, {rows})"
 
     def _outputs(self) -> str:
-        return "out, side" if self.side else "out"
+        return "out, side" if self.side else "out, note" if self.note else "out"
 
     def _use(self) -> str:
+        """The further arguments of a call, after its batch."""
+        given = ""
+        if self.extra is not None:
+            value = self.extra.value.replace("NUMBER", str(self.number + 500))
+            given = f", extra={value.replace('ROWS', self.rows)}"
         if not self.kinds & {"sometimes", "either"}:
-            return ""
+            return given
         choices = ["", ", use=0", ", use=1"]
         if self.processes > 1 and self.rank_dependent:
             choices += [", use=rank % 2", ", use=rank == 0"]
-        return self.one(choices)
+        return self.one(choices) + given
 
     def _loss(self) -> str:
         terms = [self.one(["out", "out.pow(2)", "(out - 1).pow(2)", "out[:, 0]", "3 * out"])]
@@ -299,6 +430,7 @@ class Program:
             terms.append("side")
         if self.head and self.has(0.7):
             terms[0] = self.one(["net.head(out)", "net.head(out).pow(2)"])
+        terms += [name for name in self.left if self.has(0.7)]
         if not self.static and self.has(0.15):
             terms.append(f"{self._used()}.pow(2)")
         return " + ".join(f"{term}.sum() * S" for term in terms)
@@ -350,9 +482,11 @@ class Program:
     def compares(self, name: str) -> bool:
         """Whether a value that is seen has to be that of the bare module.
 
-        There hooks run in the backward of each re-entrant checkpoint, and not once for all of them.
+        There hooks run in the backward of each re-entrant checkpoint, and not once for all of them;
+        and what fails here on purpose does not run there.
         """
-        return "reentrant" not in self.kinds or not name.startswith("calls of hook")
+        counts = "reentrant" not in self.kinds and not self.doomed
+        return counts or not name.startswith("calls of hook")
 
     def keeps_order(self) -> bool:
         """Whether the parts of a gradient are added up in the order of the bare module.

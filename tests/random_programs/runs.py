@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
@@ -44,6 +46,40 @@ class Twice(torch.autograd.Function):
         return gradient * 2
 
 
+class Broken(torch.autograd.Function):
+    """A function whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("a backward that fails on purpose")
+
+
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+@dataclass
+class Pair:
+    """An argument that is a dataclass."""
+
+    x: Tensor
+    factor: int
+
+
+@dataclass
+class Out:
+    """An output that is one."""
+
+    h: Tensor
+
+
 class Averaged(nn.Module):
     """What a wrapper has to do, in the plainest way.
 
@@ -70,9 +106,9 @@ class Averaged(nn.Module):
         self._due = self._syncs and torch.is_grad_enabled()
         output = self.module(*args, **kwargs)
         if self._due:
-            values = output.values() if isinstance(output, dict) else output
-            for tensor in [output] if isinstance(output, Tensor) else values:
-                if tensor.requires_grad:
+            values = _parts(output)
+            for tensor in values if isinstance(values, tuple) else (values,):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._queue)
         return output
 
@@ -163,13 +199,20 @@ class _State:
         self._rank = rank
         self._device = device
         self._counts: Counter[int] = Counter()
-        self._recorded: list[Tensor | None] = []
+        self._recorded: list[Any] = []
+        # Where the step that runs raises in this rank; "" for nowhere.
+        self._broken = ""
         self.names: dict[str, Any] = {
             "torch": torch,
             "nn": nn,
             "F": F,
+            "attend": F.scaled_dot_product_attention,
             "checkpoint": checkpoint,
-            "Twice": Twice,
+            "jvp": torch.func.jvp,
+            "parametrize": parametrize,
+            "sdpa_kernel": sdpa_kernel,
+            "SDPBackend": SDPBackend,
+            **{each.__name__: each for each in (Halved, Out, Pair, Twice)},
             "rank": rank,
             "S": program.scale(),
             "kept": [],
@@ -179,6 +222,9 @@ class _State:
             "count": self._count,
             "no_sync": self._no_sync,
             "loss_of": self._loss_of,
+            "fails": self._fails,
+            "inside": self._inside,
+            "at_loss": self._at_loss,
             "tidy": self._tidy,
             "trained": self._trained,
         }
@@ -220,6 +266,7 @@ class _State:
             seen[f"recorded {number}"] = _copy(value)
         for number, count in self._counts.items():
             seen[f"calls of hook {number}"] = count
+        seen["flags of the process"] = process_flags()
         self._recorded.clear()
         return seen
 
@@ -239,10 +286,10 @@ class _State:
         return module
 
     def _batch(self, number: int, rows: int) -> Tensor:
-        shape = (rows, self._program.width)
+        shape = (*([2] if self._program.time_first else []), rows, self._program.width)
         return self._random(shape, 10 * number + self._rank, self._device)
 
-    def _record(self, *values: Tensor | None) -> None:
+    def _record(self, *values: Any) -> None:
         # Copied at once: it may be changed later in the step.
         self._recorded += [_copy(value) for value in values]
 
@@ -264,6 +311,30 @@ class _State:
         result: Tensor = criterion(model(x), y)
         return result
 
+    def _fails(self, step: Callable[[], None], where: str, rank: int) -> None:
+        """A step that raises in one rank; the others get an error, and nothing is applied."""
+        model = self.names["m"]
+        raised = not isinstance(model, dp.DataParallel)
+        if not raised:
+            self._broken = where if rank == self._rank else ""
+            try:
+                with dp.telling_failures():
+                    step()
+            except Exception:
+                raised = True
+            self._broken = ""
+        self._record(raised)
+
+    def _inside(self, h: Tensor) -> Tensor:
+        if self._broken == "forward":
+            raise ArithmeticError("a forward that fails on purpose")
+        broken: Tensor = Broken.apply(h) if self._broken == "graph" else h
+        return broken
+
+    def _at_loss(self, loss: Tensor) -> Tensor:
+        broken: Tensor = Broken.apply(loss) if self._broken == "loss" else loss
+        return broken
+
     @torch.no_grad()
     def _tidy(self) -> None:
         """After a step of an optimizer, small whole numbers again."""
@@ -276,9 +347,19 @@ class _State:
         return [p for p in self.names["net"].parameters() if p.requires_grad]
 
 
+def process_flags() -> tuple[Any, ...]:
+    """State of the process that forwards set and restore."""
+    cuda = torch.backends.cuda
+    return torch.get_default_dtype(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+
+
 def _parts(output: Any) -> Any:
+    if isinstance(output, Out):
+        return output.h
     return output["h"] if isinstance(output, dict) else output
 
 
-def _copy(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.detach().cpu().clone()
+def _copy(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copy(one) for one in value]
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
