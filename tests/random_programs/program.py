@@ -189,8 +189,8 @@ def doomed():
     x = <batch>
     <outputs> = parts(m(x<use>))
     at_loss(<loss>).backward()
-m.eval()
-fails(doomed, {where!r}, {rank})
+m.train({trains})
+fails(doomed, {where!r}, {rank}, tells={tells})
 m.train()"""
 
 HOOKS = (
@@ -364,13 +364,16 @@ class Program:
             ]
         weights, templates = zip(*table, strict=True)
         chosen = self.random.choices(templates, weights, k=self.random.randint(1, 7))
+        writes = bool(self.kinds & {"norm", "counted"})
         # Buffers are sent in a forward that fails, too, of which the reference knows nothing.
-        if self.doomed and not (self.processes > 1 and self.kinds & {"norm", "counted"}):
-            rank, where = (
-                self.random.randrange(self.processes),
-                self.one(["loss", "forward", "graph"]),
+        if self.doomed and not (self.processes > 1 and writes):
+            template = DOOMED.format(
+                clear=_CLEAR,
+                where=self.one(["loss", "forward", "graph"]),
+                rank=self.random.randrange(self.processes),
+                trains=not writes,
+                tells=self.has(0.5),
             )
-            template = DOOMED.format(clear=_CLEAR, where=where, rank=rank)
             chosen.insert(self.random.randint(0, len(chosen)), template)
         return [*map(self.filled, (_TRAIN, *chosen, _TRAIN)), _CLEAR]
 

@@ -311,14 +311,14 @@ class _State:
         result: Tensor = criterion(model(x), y)
         return result
 
-    def _fails(self, step: Callable[[], None], where: str, rank: int) -> None:
+    def _fails(self, step: Callable[[], None], where: str, rank: int, *, tells: bool) -> None:
         """A step that raises in one rank; the others get an error, and nothing is applied."""
         model = self.names["m"]
         raised = not isinstance(model, dp.DataParallel)
         if not raised:
             self._broken = where if rank == self._rank else ""
             try:
-                with dp.telling_failures():
+                with dp.telling_failures() if tells else contextlib.nullcontext():
                     step()
             except Exception:
                 raised = True
