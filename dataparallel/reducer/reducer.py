@@ -74,7 +74,8 @@ class Reducer:
         # A sum over one process may be taken again.
         summed = options.world_size > 1 and options.average == "none"
         self._accumulated = Accumulated(trained.parameters, summed=summed)
-        self._late: set[int] = set()
+        # The same in all ranks, so a round that has failed adds nothing, and new links begin anew.
+        self._late: frozenset[int] = frozenset()
         #: Per parameter, whether some replica of this process had a gradient in the last round.
         self.used = bytearray(len(trained.names))
         self._used_first: bytes | None = None
@@ -135,7 +136,6 @@ class Reducer:
         """Know what another reducer of the same parameters knew of their gradients."""
         self.last_error = other.last_error
         if list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters)):
-            self._late = other._late
             # A process that has trained alone does not know what is reduced.
             if self._accumulated.summed == other._accumulated.summed:
                 self._accumulated = other._accumulated
@@ -307,6 +307,7 @@ class Reducer:
                 self._vote = round_.vote()
             self.guard.judge(nonfinite, round_)
         if exchange is not None or self.processes is None:
+            self._late |= round_.came_late
             self._after_first()
         if exchange is not None:
             round_.accumulated.after_synchronized()

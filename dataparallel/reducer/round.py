@@ -100,13 +100,15 @@ class Round:
     ending: weakref.ref[Ending] | None
     #: Whether the round ends with the whole backward, not with that of the replicas.
     later: bool
-    #: Parameters whose gradients came late, ever: their buckets are left to the end.
-    late: set[int]
+    #: Parameters whose gradients came late in earlier rounds: their buckets are left to the end.
+    late: frozenset[int]
     #: Why the round has failed; nothing is completed any more.
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
         buckets, count = self.buckets, len(self.buckets.originals)
+        #: Those whose gradients come late in this one.
+        self.came_late: set[int] = set()
         # Sums that go through the engine, for hooks of the user, before they are sent.
         self._through = self.user_hooks.with_gradient_hooks if self.later else set()
         # From which bucket on all are left to the end: one may get more until then, or the order is
@@ -230,7 +232,7 @@ class Round:
         """Add a gradient to its bucket, or keep it apart where that was sent."""
         self.used[index] = CAME
         if index not in self._through:
-            self.late.add(index)
+            self.came_late.add(index)
         was_sent = self.buckets.number_of[index] < self._first_left
         if was_sent and self.exchange is not None:
             self._extra[index] = add(self._extra.get(index), grad)
@@ -386,7 +388,7 @@ class Round:
             raise late_error(self.buckets.names[index] for index in answer.lost)
         self.marks = answer.marks + self.used[len(answer.marks) :]
         for index in answer.late:
-            self.late.add(index)
+            self.came_late.add(index)
             original = self.buckets.originals[index]
             self._extra[index] = exchange.reduce_late(index, self._extra.get(index), original)
         return answer.nonfinite
