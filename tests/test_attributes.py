@@ -239,6 +239,73 @@ def test_processes_train_as_with_torch(
     cluster.run(_processes, 2, replicas, options)
 
 
+# --- containers that the module has -----------------------------------------------------------
+
+
+def _appended(net: Any, x: Tensor) -> Tensor:
+    """Losses in a list and in a dict that two layers share, and a number."""
+    net.losses.append(net.layers[1](x).square().mean())
+    hidden: Tensor = net.layers[0](x)
+    net.layers[0].shared["hidden"] = hidden.sin()
+    net.layers[1].shared["last"] = net.layers[1].shared["hidden"].mean()
+    net.counts.append(len(x))
+    if "once" in net.names:
+        net.names.remove("once")
+        hidden = hidden * 2
+    return hidden
+
+
+def _with_containers(device: str) -> Any:
+    net = made(device, _appended)
+    net.losses, net.counts, net.names = [], [], {"once", "ever"}
+    net.layers[0].shared = net.layers[1].shared = {"count": 0}
+    return net
+
+
+@WRAPPERS
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("clears", [True, False])
+def test_containers_that_a_forward_changes(
+    slots: list[str], wrapper: Any, count: int, clears: bool
+) -> None:
+    bare, net = _with_containers(slots[0]), _with_containers(slots[0])
+    containers = net.losses, net.counts, net.names, net.layers[0].shared
+    options = {} if wrapper is dp.DataParallel else {"nonfinite": "raise"}
+    model = wrapper(net, slots[:count], scalars="mean", **options)
+    for step in range(3):
+        found = []
+        for module, inner in ((bare, bare), (model, net)):
+            output = module(batch(slots[0], step, size=6))
+            shared = inner.layers[1].shared
+            loss = (output * shared["hidden"]).sum() + inner.losses[-1] + shared["last"]
+            loss.backward()
+            found.append([loss, *grads(inner)])
+        assert_all_close(found[1], found[0])
+        assert net.counts == [6 // count] * (step + 1) and net.names == {"ever"}
+        assert len(net.losses) == (1 if clears else step + 1) and shared["count"] == step
+        for inner in (bare, net):
+            if clears:
+                inner.losses.clear()
+            inner.layers[0].shared["count"] += 1
+    after = net.losses, net.counts, net.names, net.layers[1].shared
+    assert all(a is b for a, b in zip(after, containers, strict=True))
+
+
+@WRAPPERS
+def test_a_forward_that_failed_has_changed_no_container(slots: list[str], wrapper: Any) -> None:
+    net = _with_containers(slots[0])
+    model = wrapper(net, slots[:2])
+    function = net.function
+
+    def fail(net: Any, x: Tensor) -> Tensor:
+        raise ValueError(len(function(net, x)))
+
+    net.function = fail
+    with pytest.raises(ValueError, match="4"):
+        model(batch(slots[0]))
+    assert not net.losses and not net.counts and len(net.names) == 2
+
+
 # --- what cannot be put together --------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +31,8 @@ class Narrow(nn.Module):
         super().__init__()
         self.most = most
         self.backward = backward
-        self.calls: list[tuple[int, int]] = []
+        # Of a list each replica would have its own.
+        self.calls = collections.deque[tuple[int, int]]()
 
     def forward(self, x: Tensor) -> Tensor:
         replica = dataparallel.current_replica()

@@ -380,9 +380,10 @@ def _join_results(
                 joining = join_scalars(
                     model.scalars, chunks.args, kwargs, chunks.sizes, weighs=False
                 )
+        scalars, counts = joining
         with model._runner.quiet():
             tensors = [
-                gather_result(one.path, column, model.dim, chunks.sizes, *joining)
+                gather_result(one.path, column, model.dim, chunks.sizes, scalars, counts)
                 for one, column in zip(found, joined, strict=True)
             ]
     firsts = [id(one.tensors[0]) for one in found]

@@ -29,10 +29,14 @@ buffer or submodule of the original or of a clone is another object than before,
 held nothing but numbers and names, such as an empty table of hooks, holds something else, or a
 module is of another class. Modules with attributes that may lead to tensors or modules are filled
 anew each time, unless only what ``torch.compile`` has made leads there, and to modules alone.
+
+Each replica has its own copies of lists, dicts and sets in attributes; two modules that have one
+container have one copy. What replica 0 does to its copy is done to the original's own container.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import itertools
@@ -64,6 +68,8 @@ _log = logging.getLogger("dataparallel")
 _MISSING = object()
 # Types that cannot refer to anything; most attributes of a module are of one of them.
 _OPAQUE = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
+# Containers of which each replica has copies, where they are attributes.
+_COPIED = frozenset({list, dict, set, OrderedDict, collections.defaultdict, collections.Counter})
 # Attributes that each module has.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _device = attrgetter("device")
@@ -113,16 +119,25 @@ class Parts:
         self.references: dict[int, list[str]] = {}
         #: Those that may lead elsewhere at each forward.
         self.loose: dict[int, list[str]] = {}
+        #: Lists, dicts and sets in attributes, and those that may lead elsewhere at each forward.
+        self.containers: list[Any] = []
+        self.loose_containers: list[Any] = []
         plain: list[Any] = []
         for index, attributes in enumerate(tables[::4]):
             for name, value in attributes.items():
-                if name not in REGISTRIES and may_refer(value):
+                if name in REGISTRIES:
+                    continue
+                refers, owned = may_refer(value), type(value) in _COPIED and name not in _OF_MODULES
+                if refers or owned:
                     self.references.setdefault(index, []).append(name)
-                    if not _is_compilers(value):
-                        self.loose.setdefault(index, []).append(name)
-                elif isinstance(value, (dict, list, set)) and name not in REGISTRIES:
+                if owned:
+                    (self.loose_containers if refers else self.containers).append(value)
+                if refers and not _is_compilers(value):
+                    self.loose.setdefault(index, []).append(name)
+                elif not refers and isinstance(value, (dict, list, set)):
                     plain.append(value)
-        self._plain = _contents(list(filter(None, plain)))
+        self.containers += self.loose_containers
+        self._plain = _Contents(filter(None, plain))
         self._kinds = list(map(type, self.modules))
         self._look = _Look(tables, plain)
 
@@ -131,7 +146,7 @@ class Parts:
         return (
             list(map(type, self.modules)) == self._kinds
             and self._look.is_same()
-            and _OPAQUE.issuperset(map(type, _joined(self._plain)))
+            and self._plain.are_same()
         )
 
     def loose_tensors(self) -> list[torch.Tensor]:
@@ -317,6 +332,8 @@ class ModuleClones:
         # Per replica whose writes matter, the tables of its clones before the forward: all but
         # those of buffers, and these.
         self._looks: list[tuple[_Look, _Look]] = []
+        # And what their copies of containers held.
+        self._contents: list[_Contents] = []
 
     # --- before a forward ------------------------------------------------------------------------
 
@@ -350,13 +367,14 @@ class ModuleClones:
             )
         self._num_replicas, parts = num_replicas, self._parts
         indices: Iterable[int] = parts.loose
+        containers = parts.loose_containers
         if not self._filled:
             home = self._devices[0]
             # One replica that is trained may be on several devices itself.
             may_spread = self._leaves is not None and len(self._devices) == 1
             if not may_spread and {*map(_device, (*parts.parameters, *parts.buffers))} - {home}:
                 check_placement(self.module, home)
-            indices = range(len(parts.modules))
+            indices, containers = range(len(parts.modules)), parts.containers
             # Standing clones are filled for all slots, whether they take part or not.
             count = num_replicas if self._leaves is None else len(self._devices)
             # Not made by their class: a ``__new__`` of its own may want arguments.
@@ -365,6 +383,8 @@ class ModuleClones:
                 for _ in range(count)
             ]
         self._give_tensors(parts, detach=detach)
+        for replica in self._counterparts:
+            replica.update({id(one): _copied(one, replica) for one in containers})
         for index in indices:
             module, names = parts.modules[index], parts.references.get(index, ())
             for replica in self._counterparts:
@@ -372,10 +392,13 @@ class ModuleClones:
         if indices:
             if self._dress is not None:
                 self._dress(parts, self._counterparts)
-            self._looks = []
+            self._looks, self._contents = [], []
             for replica in self._counterparts[: 1 if self._leaves is None else None]:
                 clones = [replica[id(module)] for module in parts.modules]
                 self._looks.append(_looks_at(clones))
+                if parts.containers:
+                    held = _Contents(replica[id(one)] for one in parts.containers)
+                    self._contents.append(held)
         self._filled, self._is_forward = self._leaves is not None, True
         return [replica[id(self.module)] for replica in self._counterparts[:num_replicas]]
 
@@ -450,7 +473,10 @@ class ModuleClones:
                 "same time and would each change their own copy, so change parameters outside of "
                 "forward, or make them buffers"
             )
-        self._is_touched = not all(map(_Look.is_same, _joined(self._looks)))
+        self._is_touched = not (
+            all(map(_Look.is_same, _joined(self._looks)))
+            and all(map(_Contents.are_same, self._contents))
+        )
         if self._is_touched and self._num_replicas > 1:
             first = self._counterparts[0]
             known = set(map(id, first.values()))
@@ -577,12 +603,17 @@ class ModuleClones:
 
     def _assigned(self) -> Iterator[tuple[int, int, str]]:
         """What replica 0 has assigned to itself: the numbers of a module and its table, a name."""
-        assert self._parts is not None
+        changed = self._changed()
         for index, (clone, before) in enumerate(self._before()):
             for number, (now, was) in enumerate(zip(_tables([clone]), before, strict=True)):
                 for name, value in now.items():
-                    if value is not was.get(name, _MISSING) and name not in REGISTRIES:
+                    assigned = value is not was.get(name, _MISSING) or id(value) in changed
+                    if assigned and name not in REGISTRIES:
                         yield index, number, name
+
+    def _changed(self) -> set[int]:
+        """The ids of the containers of replica 0 that hold something else since the forward."""
+        return self._contents[0].changed() if self._contents else set()
 
     def _before(self) -> Iterator[tuple[nn.Module, Sequence[dict[str, Any]]]]:
         """The clones of replica 0, and what their tables were before the forward."""
@@ -599,10 +630,12 @@ class ModuleClones:
         if self._is_touched:
             first, parts = self._counterparts[0], self._parts
             assert parts is not None
-            everything = (*parts.parameters, *parts.buffers, *parts.modules)
-            back = {id(first[id(part)]): part for part in everything} | dict(results)
+            everything = (*parts.parameters, *parts.buffers, *parts.modules, *parts.loose_tensors())
+            back = {id(first[id(part)]): part for part in everything if id(part) in first}
+            back.update(results)
+            changed = self._changed()
             for module, (clone, before) in zip(parts.modules, self._before(), strict=True):
-                take_back(module, clone, before, back)
+                take_back(module, clone, before, back, changed)
             # What the original was is not kept: it may have led to the graph of another forward.
             self._filled, self._parts = False, None
         self._is_forward = False
@@ -661,6 +694,33 @@ class _Look:
         return [dict(itertools.islice(entries, size)) for size in self._sizes]
 
 
+class _Contents:
+    """What containers held; whether they hold the same still is found out at the speed of C."""
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        self._containers = list(containers)
+        dicts = [one for one in self._containers if isinstance(one, dict)]
+        # Keys, and values.
+        self._owners = [*self._containers, *dicts]
+        self._views = [*self._containers, *map(dict.values, dicts)]
+        self._sizes, self._values = list(map(len, self._views)), list(_joined(self._views))
+
+    def are_same(self) -> bool:
+        """Whether the containers hold the same objects as before."""
+        return list(map(len, self._views)) == self._sizes and all(
+            map(is_, _joined(self._views), self._values)
+        )
+
+    def changed(self) -> set[int]:
+        """The ids of the containers that hold other objects."""
+        values, found = iter(self._values), set()
+        for owner, view, size in zip(self._owners, self._views, self._sizes, strict=True):
+            before = list(itertools.islice(values, size))
+            if len(view) != size or not all(map(is_, view, before)):
+                found.add(id(owner))
+        return found
+
+
 def _looks_at(clones: Sequence[nn.Module]) -> tuple[_Look, _Look]:
     """What clones are before a forward, which may also fill their empty tables of hooks."""
     tables = _tables(clones)
@@ -699,12 +759,14 @@ def fill(
     """Give a clone the attributes of its original, with the replica's own parts in them."""
     attributes = module.__dict__.copy()
     for name in references:
-        attributes[name] = with_counterparts(attributes[name], counterparts)
+        value = attributes[name]
+        found = counterparts.get(id(value))
+        attributes[name] = with_counterparts(value, counterparts) if found is None else found
     for registry in REGISTRIES:
         # Most are empty.
         if parts := attributes[registry]:
-            found = map(counterparts.get, map(id, parts.values()))
-            attributes[registry] = dict(zip(parts, found, strict=True))
+            others = map(counterparts.get, map(id, parts.values()))
+            attributes[registry] = dict(zip(parts, others, strict=True))
         else:
             attributes[registry] = {}
     for name in torch_internals.MODULE_HOOKS:
@@ -717,9 +779,16 @@ def fill(
 
 
 def take_back(
-    module: nn.Module, clone: nn.Module, before: Sequence[dict[str, Any]], back: Counterparts
+    module: nn.Module,
+    clone: nn.Module,
+    before: Sequence[dict[str, Any]],
+    back: Counterparts,
+    changed: Collection[int],
 ) -> None:
-    """Do to the original what the forward did to the attributes of its clone."""
+    """Do to the original what the forward did to the attributes of its clone.
+
+    ``changed`` are the ids of containers to which it did something.
+    """
     for table, now, was in zip(_tables([module]), _tables([clone]), before, strict=True):
         for name, value in now.items():
             assigned = value is not was.get(name, _MISSING)
@@ -729,6 +798,10 @@ def take_back(
             )
             if (assigned or registered) and name not in REGISTRIES:
                 table[name] = with_counterparts(value, back)
+            elif id(value) in changed:
+                content: Any = with_counterparts(value, back)
+                table[name].clear()
+                (table[name].extend if type(value) is list else table[name].update)(content)
         for name in was.keys() - now.keys():
             table.pop(name, None)
 
@@ -743,7 +816,8 @@ def may_refer(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return any(map(may_refer, value))
     if isinstance(value, (dict, list, set)):
-        return not _OPAQUE.issuperset(map(type, _joined(_contents([value]))))
+        values = value.values() if isinstance(value, dict) else ()
+        return not (_OPAQUE.issuperset(map(type, value)) and _OPAQUE.issuperset(map(type, values)))
     if isinstance(value, types.FunctionType):
         given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         closes = value.__closure__ is not None or bool(value.__dict__)
@@ -761,11 +835,6 @@ def _is_compilers(value: Any, inside: frozenset[int] = frozenset()) -> bool:
     if not follows and not (inside and isinstance(value, dict)):
         return False
     return all(_is_compilers(part, inside | {id(value)}) for part in _opened(value)[0])
-
-
-def _contents(containers: Sequence[Any]) -> list[Any]:
-    """Views of what some dicts, lists and sets hold, keys and values."""
-    return [*containers, *[one.values() for one in containers if isinstance(one, dict)]]
 
 
 def substitute(
@@ -802,6 +871,12 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
     """``value`` with every original in it replaced by its counterpart, see :func:`substitute`."""
     return substitute(value, lambda part: counterparts.get(id(part), part))
+
+
+def _copied(value: Any, counterparts: Counterparts) -> Any:
+    """Another container of the same, with counterparts in place of originals."""
+    result = with_counterparts(value, counterparts)
+    return copy.copy(value) if result is value else result
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
