@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +204,7 @@ def test_the_cause_of_a_difference_and_its_remedy_are_named(
     assert all(remedy in one.remedy for one in found.differences), found
     if "=" in remedy:
         assert "all is equal" in str(found)
+    assert max(map(len, str(found).splitlines())) <= 80 and repr(found) == str(found)
 
 
 class Broken(dp.DataParallel[Any]):
@@ -355,6 +357,14 @@ def test_a_module_raises_what_it_raises() -> None:
         dp.verify(dp.DataParallel(Net(fail), CPU), X)
 
 
+def test_a_module_that_cannot_be_copied_is_told_as_one() -> None:
+    net = mlp()
+    vars(net)["lock"] = threading.Lock()
+    with pytest.raises(TypeError, match="cannot pickle") as raised:
+        dp.verify(dp.DataParallel(net, CPU), X)
+    assert "verify() works on deep copies" in vars(raised.value)["__notes__"][0]
+
+
 # --- nothing changes -----------------------------------------------------------------------------
 
 
@@ -379,6 +389,23 @@ def test_nothing_changes(wrapper: Any, homes: list[str]) -> None:
     assert_same(snapshot(model, x), before)
     assert net.extra["drop"].p == 0.3
     model(x.to(homes[0])).sum().backward()
+
+
+def test_optimizers_in_backward_take_no_step() -> None:
+    model = dp.DistributedDataParallel(mlp(), CPU)
+    model.step_in_backward(torch.optim.SGD, lr=0.1)
+    model.loss(F.cross_entropy, X, Y).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert dp.verify(model, X, Y, loss=F.cross_entropy)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_the_log_is_told_nothing_that_is_in_the_table(caplog: pytest.LogCaptureFixture) -> None:
+    model = dp.DistributedDataParallel(mlp(nn.BatchNorm1d(8)), CPU)
+    assert kinds(dp.verify(model, X)) == {"batch norm"}
+    assert not caplog.records
+    model(X)
+    assert caplog.records
 
 
 def snapshot(model: Any, x: Tensor) -> list[Any]:

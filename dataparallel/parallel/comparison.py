@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dataparallel.batch.gather import gather
 from dataparallel.batch.scatter import Arguments, move
 from dataparallel.batch.tree import LEAF, Structure, flatten, held_tensors
+from dataparallel.errors import add_note
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.differences import FAULT, MISSED, Gap, Incomparable
 from dataparallel.parallel.loss import is_known
@@ -40,7 +41,12 @@ def copied(model: Any, *, drops: bool = False) -> Any:
     """A deep copy, without the graphs that attributes kept of a forward, and without dropout."""
     module = model.module if isinstance(model, DataParallel) else model
     held = [tensor for part in module.modules() for tensor in held_tensors(vars(part))]
-    made = copy.deepcopy(model, {id(t): t.detach().clone() for t in held if t.grad_fn is not None})
+    memo = {id(tensor): tensor.detach().clone() for tensor in held if tensor.grad_fn is not None}
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        add_note(error, "verify() works on deep copies of the module, and this one has no copy")
+        raise
     for part in [] if drops else dropouts(made):
         vars(part).update(dict.fromkeys(vars(part).keys() & {"p", "dropout"}, 0.0))
     return made
