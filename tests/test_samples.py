@@ -243,6 +243,43 @@ def test_a_detector(slots: list[str], wrapper: Any, count: int) -> None:
     assert_all_close([one["boxes"] for one in found], [one["boxes"] for one in expected])
 
 
+@BOTH
+@pytest.mark.filterwarnings("ignore")
+def test_faster_rcnn(wrapper: Any) -> None:
+    detection = pytest.importorskip("torchvision.models.detection")
+
+    def build() -> nn.Module:
+        # All anchors and proposals count, as many in each image, so that nothing is drawn.
+        every: dict[str, float] = {
+            "rpn_batch_size_per_image": 10**6,
+            "box_batch_size_per_image": 10**6,
+        }
+        every |= {"rpn_pre_nms_top_n_train": 20, "rpn_post_nms_top_n_train": 20}
+        every |= {"rpn_nms_thresh": 1.0, "rpn_positive_fraction": 1.0, "box_positive_fraction": 1.0}
+        make: Any = detection.fasterrcnn_mobilenet_v3_large_320_fpn
+        sizes = {"num_classes": 3, "min_size": 64, "max_size": 96}
+        net: nn.Module = make(weights=None, weights_backbone=None, **sizes, **every)
+        return net
+
+    bare, net = twins(build, "cpu")
+    lists = {"images": "samples", "targets": "samples"}
+    model = wrapper(net, CPUS, in_dims=lists, scalars="mean", buffers="sync")
+    images = [torch.rand(3, 64, 80, dtype=torch.double) for _ in range(3)]
+    boxes = [torch.tensor([[2.0 + i, 3, 20 + 5 * i, 25], [30, 20, 70, 60]]) for i in range(3)]
+    targets = [{"boxes": box.double(), "labels": torch.tensor([1, 2])} for box in boxes]
+    expected, found = bare.eval()(images), model.eval()(images)
+    for name in ("boxes", "labels", "scores"):
+        rows = [[one[name] for one in each] for each in (found, expected)]
+        assert_all_close(*rows, rtol=1e-6, atol=1e-5)
+    expected, found = bare.train()(images, targets), model.train()(images, targets)
+    assert list(found) == list(expected)
+    # The region proposals divide by the anchors that count, which differ a little by image.
+    assert_all_close(found.values(), expected.values(), rtol=1e-3, atol=1e-4)
+    for losses in (expected, found):
+        sum(losses.values()).backward()
+    assert_all_close(grads_of(net), grads_of(bare), rtol=1e-3, atol=1e-4)
+
+
 class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -460,6 +497,9 @@ def test_a_constant_list_stays_one() -> None:
     model = dp.DataParallel(Makes(lambda y: (y, ["cat", "dog"])), CPUS)
     for size in (6, 4):
         assert model(torch.randn(size, 2))[1] == ["cat", "dog"]
+    # Maps that are as many as a chunk has samples are parts.
+    maps = dp.DataParallel(Makes(lambda y: [y, y.sin()]), CPUS)
+    assert shapes(maps(torch.randn(4, 2))) == [(4, 3)] * 2
     # Losses are no samples.
     losses = dp.DataParallel(Makes(lambda y: [y.sum(), y.mean()]), CPUS, scalars="mean")
     assert len(losses(torch.randn(4, 2))) == 2
@@ -563,6 +603,16 @@ def test_what_a_registered_class_says_itself() -> None:
     )
     chunks = scatter([X, Pairs("aabbccdd")], CPUS)
     assert [(len(chunk[0]), chunk[1]) for chunk in chunks] == [(2, list("aabb")), (2, list("ccdd"))]
+    moved: list[str] = []
+
+    def to(batch: GraphLists, device: torch.device) -> GraphLists:
+        moved.append(f"{len(batch)} to {device}")
+        return batch
+
+    dp.register_batch_type(GraphLists, to=to)
+    parts = scatter({"graphs": GraphLists([X, X, X], list("abc"))}, ["virtual:0", "cpu"])
+    assert [part["graphs"].names for part in parts] == [["a", "b"], ["c"]]
+    assert moved == ["2 to virtual:0", "1 to cpu"]
     dp.register_batch_type(Pairs, length=lambda p: 4, take=lambda p, i, j: Pairs(p))
     with pytest.raises(
         ValueError, match=r"of 4 samples, but of those from 0 to 2 it gives 4; see t"

@@ -172,11 +172,10 @@ def join_outputs(
     if target_device is None:
         tensors = (leaf for column in columns for leaf in column if isinstance(leaf, Tensor))
         target_device = next((tensor.device for tensor in tensors), _CPU)
-    cell = cell._replace(device=parse_output_device(target_device, _CPU))
+    common = cell._replace(device=parse_output_device(target_device, _CPU))[2:]
     results = []
     for i, own in enumerate(dims):
-        one = cell._replace(path=Path("outputs", structure, i), own=own)
-        results.append(_join(columns[i], one))
+        results.append(_join(columns[i], _Cell(Path("outputs", structure, i), own, *common)))
     return structure.rebuild(results)
 
 
@@ -207,7 +206,8 @@ def _columns(
     first, structure = flatten(outputs[0])
     flat = [(first, structure), *[flatten(output, like=structure) for output in outputs[1:]]]
     units: list[Place] = []
-    for unit in find_units(structure, spec, "outputs", option="out_dims"):
+    lists = find_units(structure, spec, "outputs", option="out_dims") if structure.has_units else ()
+    for unit in lists:
         if not is_within(unit.place, units) and (unit.is_told or _is_by_samples(unit, flat, cell)):
             units.append(unit.place)
     if units:
@@ -241,10 +241,10 @@ def _is_by_samples(
     unit: Unit, flat: Sequence[tuple[Sequence[Any], Structure]], cell: _Cell
 ) -> bool:
     """True if a list has one entry per sample in each replica; see Note [Outputs by samples]."""
-    nodes = [_at(structure, unit.place) for _, structure in flat]
     kind, sizes = unit.structure.kind, cell.sizes
     if sizes is None or kind is None or not issubclass(kind, list):
         return False
+    nodes = [_at(structure, unit.place) for _, structure in flat]
     notes = cell.notes or Notes()
     if [len(node.keys) if node else 0 for node in nodes] != [*sizes]:
         notes.no_samples.add(unit.path)

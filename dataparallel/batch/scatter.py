@@ -230,7 +230,14 @@ def plan_container(
 ) -> ScatterPlan:
     """Plan any container, which messages call ``name``; at ``roots`` it has no lists of samples."""
     values, structure = flatten(container)
-    units = list(find_units(structure, in_dims, name, roots))
+    parts: tuple[Structure, ...] = (structure,)
+    if structure.kind is Arguments:
+        # Mostly, all arguments are tensors.
+        positional, named = structure.children
+        parts = *positional.children, named
+    units: list[Unit] = []
+    if any([part.has_units for part in parts]):
+        units = list(find_units(structure, in_dims, name, roots))
     if units:
         _refuse_doubtful(units, values, structure, (in_dims, name, dim), num_slots, known)
         values, structure = fold(values, structure, {unit.place for unit in units if unit.is_told})
@@ -255,17 +262,18 @@ def _decide_all(
 def _decide(value: Any, path: Path, own: Any, dim: int) -> Leaf:
     """What becomes of a leaf, of which ``in_dims`` says its ``own``."""
     if isinstance(value, torch.Tensor):
-        if own is None or (own in _UNTOLD and value.dim() == 0):
+        untold, num_dims = own in _UNTOLD, value.dim()
+        if own is None or (untold and num_dims == 0):
             return Leaf(value, path, "copy")
-        along = dim if own in _UNTOLD else own
+        along = dim if untold else own
         if value.is_nested and along == 0:
             return Leaf(value, path, "divide", size=value.size(0))
-        if not -value.dim() <= along < value.dim():
+        if not -num_dims <= along < num_dims:
             raise ValueError(
                 f"dim {along} is out of range for {path} of shape {tuple(value.shape)}; give such "
                 "an argument another dim, or None, through in_dims"
             )
-        along %= value.dim()
+        along %= num_dims
         return Leaf(value, path, "split", along, value.size(along))
     if isinstance(value, PackedSequence):
         raise TypeError(

@@ -528,6 +528,8 @@ def joint_dim(shapes: Sequence[torch.Size], dim: int) -> int:
         )
     dim %= len(first)
     for i, shape in enumerate(shapes):
+        if shape == first:
+            continue
         others = (*shape[:dim], *shape[dim + 1 :])
         if len(shape) != len(first) or others != (*first[:dim], *first[dim + 1 :]):
             raise ValueError(
