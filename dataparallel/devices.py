@@ -272,6 +272,27 @@ def use_stream(stream: Stream) -> Iterator[None]:
             module.set_stream(before)
 
 
+def current_streams(devices: Iterable[torch.device]) -> tuple[torch.Stream, ...]:
+    """This thread's current streams of the accelerators among some devices."""
+    return tuple(filter(None, map(current_stream, devices)))
+
+
+@contextlib.contextmanager
+def use_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
+    """Like :func:`use_stream` for several devices; the current device stays the same."""
+    others = [stream for stream in streams if current_stream(stream.device) != stream]
+    if not others:
+        yield
+        return
+    kind = others[0].device.type
+    here = torch.device(kind, torch.get_device_module(kind).current_device())
+    with contextlib.ExitStack() as stack:
+        for stream in others:
+            stack.enter_context(use_stream(stream))
+        stack.enter_context(use_device(here))
+        yield
+
+
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
     """Let later work on ``waiting`` start only after all work queued so far on ``awaited``.
 

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from dataparallel import kernels, torch_internals
 from dataparallel.comm.local import type_of_sum
-from dataparallel.graph.functions import apply_function
+from dataparallel.graph.functions import NodeStreams, apply_function, on_streams_of_forward
 
 # --- reductions ------------------------------------------------------------------------------
 
@@ -387,6 +387,8 @@ class Node(torch.autograd.Function):
         ctx.call = call
         ctx.shapes = [x.shape for x in given]
         ctx.outputs = [(y.shape, y.dtype, y.device) for y in output[: len(given)]]
+        places = {y.device for y in output} if len(given) > 1 else ()
+        ctx.streams = NodeStreams(places, places)
         if call.collective.op in EXTREMES | {"product"}:
             if not torch.compiler.is_compiling():
                 # What a member in inference mode gives cannot be saved itself; it is a constant.
@@ -394,6 +396,7 @@ class Node(torch.autograd.Function):
             ctx.save_for_backward(*given)
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         of_outputs = grads[: len(ctx.outputs)]
         if all(grad is None for grad in of_outputs):

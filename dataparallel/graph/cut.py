@@ -65,6 +65,7 @@ from dataparallel.devices import is_accelerator
 from dataparallel.graph import originals
 from dataparallel.graph.functions import (
     Identity,
+    NodeStreams,
     ReduceAddCoalesced,
     apply_function,
     apply_in_backward,
@@ -276,6 +277,8 @@ class Cuts:
         self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
         self._replica_of = {id(leaf): i for i, row in enumerate(self.leaves) for leaf in row}
         self._own = [set(map(id, row)) for row in self.leaves]
+        #: The devices of the replicas.
+        self.places = {leaf.device for row in self.leaves for leaf in row}
         # Leaves whose nodes need not be looked into at every forward: half of the time in a deep
         # module. On an accelerator they are made anew in the stream of each forward.
         self._ends = [
@@ -383,6 +386,7 @@ class Cut:
         """Put the cut into the caller's graph, and what stands there for the outputs into rows."""
         cuts, first = self.cuts, next(chain(*outputs)).device
         self.outer, self.inputs = outer, inputs
+        self._streams = NodeStreams(cuts.places, cuts.places)
         self.outputs: list[list[GradientEdge]] = []
         results: list[torch.Tensor] = []
         for row in outputs:
@@ -427,7 +431,8 @@ class Cut:
             reached = [cut.forward for cut in (self, *coming) if cut.forward is not None]
             forwards = self.cuts.forwards.come_to(reached, again=torch_internals.keeps_graph())
         try:
-            with _set_aside(self.outside) if self.outside else contextlib.nullcontext():
+            aside = _set_aside(self.outside) if self.outside else contextlib.nullcontext()
+            with self._streams.in_backward(), aside:
                 return _Backward(self, node, grads, forwards, keep=keep, last=not coming).run()
         finally:
             self._running = False

@@ -14,21 +14,37 @@ The sum of a bucket, in replica order, depends on nothing but its inputs, so thr
 change the result, not even in the last bit. Replica 0 has edges of its own too: if it computed with
 the originals, its contributions would be added to the other replicas' sum inside the engine, in
 order of arrival.
+
+Note [Streams of a node]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A node runs in a thread of the engine, which sets the current stream of one device there: of the
+node's first output on an accelerator, to what it was in forward. On that stream, the node's own,
+all gradients it is given are ready, and all it returns have to be. Of other devices the thread has
+the default streams. So a node of several devices keeps the forward's streams of all of them, and
+its backward uses these: they are behind what has computed the gradients there, and memory that
+backward allocates and frees belongs to the streams that use it.
+
+Only what a module has computed on a stream that is not its caller's is ready on the node's own
+stream alone, for which the other devices' streams therefore wait. :class:`ReplicaEdges` leaves that
+wait out: no copy of a gradient would begin before its home had computed all of its own. Such a
+module's next gradient, which goes back to its caller's stream, comes after the parameters'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd import Function, forward_ad
 
+from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.comm.local import concatenate, copies_of, split, sums_of
-from dataparallel.devices import is_accelerator
 from dataparallel.graph.originals import OriginalHooks
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used, and,
@@ -75,6 +91,54 @@ def refuse_tangents(values: Iterable[Any]) -> None:
             )
 
 
+class NodeStreams:
+    """The streams of a node of several devices. See Note [Streams of a node].
+
+    Args:
+        given: Devices of the gradients that it is given.
+        made: Devices of those that it returns.
+        waits: Whether what it is given may be ready on the node's own stream alone.
+    """
+
+    def __init__(
+        self, given: Iterable[torch.device], made: Iterable[torch.device], *, waits: bool = True
+    ) -> None:
+        places, results = set(given), set(made)
+        self._all = _devices.current_streams(places | results)
+        self._given, self._made = map(_devices.current_streams, (places, results))
+        self._waits = waits
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Use them within a ``with`` block, in order with the node's own stream."""
+        if not self._all:
+            yield
+            return
+        kind = self._all[0].device.type
+        # The engine has made the device of the node's stream current, if it has one.
+        here = torch.device(kind, torch.get_device_module(kind).current_device())
+        own = _devices.current_stream(here)
+        before = _devices.current_streams([stream.device for stream in self._made])
+        for stream in self._given if self._waits else ():
+            _devices.wait_stream(stream, own)
+        with _devices.use_streams(self._all):
+            yield
+        for stream, current in zip(self._made, before, strict=True):
+            # For a node of outputs on the CPU, what is current stands in.
+            _devices.wait_stream(own if self._given else current, stream)
+
+
+def on_streams_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the backward of a node run within its ``ctx.streams``."""
+
+    @functools.wraps(backward)
+    def within(ctx: Any, *grads: Any) -> Any:
+        with ctx.streams.in_backward():
+            return backward(ctx, *grads)
+
+    return within
+
+
 def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Arguments of a node whose first output is on ``device``: leaves elsewhere get one more node.
 
@@ -82,7 +146,7 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
     of which torch 2.11 warns. The node between has the leaf's own stream.
     """
     elsewhere = set(map(_device, tensors)) - {device} if torch.is_grad_enabled() else ()
-    places = set(filter(is_accelerator, elsewhere))
+    places = set(filter(_devices.is_accelerator, elsewhere))
     if not places:
         return list(tensors)
     return [
@@ -118,6 +182,7 @@ class Broadcast(Function):
         ctx.num_inputs = len(tensors)
         sources = {i: tensor for i, tensor in enumerate(tensors) if tensor is not None}
         ctx.input_device = next(iter(sources.values())).device if sources else slots[0]
+        ctx.streams = NodeStreams(slots, [ctx.input_device])
         flat: list[_MaybeTensor] = [None] * (len(slots) * len(tensors))
         for row, copies in enumerate(copies_of(sources.values(), slots)):
             for i, copy in zip(sources, copies, strict=True):
@@ -129,6 +194,7 @@ class Broadcast(Function):
         return tuple(flat)
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
         sums = apply_in_backward(ReduceAddCoalesced, ctx.input_device, ctx.num_inputs, *grads)
         return (None, *sums)
@@ -148,6 +214,7 @@ class ReduceAddCoalesced(Function):
         ctx.set_materialize_grads(False)
         ctx.num_inputs = num_inputs
         ctx.origins = [None if grad is None else grad.device for grad in grads]
+        ctx.streams = NodeStreams([target], filter(None, ctx.origins))
         rows = [grads[i : i + num_inputs] for i in range(0, len(grads), num_inputs)]
         sums: list[_MaybeTensor] = sums_of(rows, target)
         for i, total in enumerate(sums):
@@ -161,6 +228,7 @@ class ReduceAddCoalesced(Function):
         return tuple(sums)
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
         distinct = [device for device in dict.fromkeys(ctx.origins) if device is not None]
         copies = apply_in_backward(Broadcast, distinct, *grads) if distinct else ()
@@ -186,6 +254,7 @@ class Scatter(Function):
         views: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         ctx.dim, ctx.input_device = dim, tensor.device
+        ctx.streams = NodeStreams(slots[: len(lengths)], [tensor.device])
         chunks = split(tensor, slots, lengths, dim)
         if views:
             return chunks
@@ -194,6 +263,7 @@ class Scatter(Function):
         return tuple([t.clone() if t.device == tensor.device else t for t in chunks])
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[_MaybeTensor, ...]:
         grad = apply_in_backward(Gather, ctx.input_device, ctx.dim, *grads)
         return None, None, None, grad, None
@@ -205,6 +275,7 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, target: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.origins = list(map(_device, tensors))
+        ctx.streams = NodeStreams([target], ctx.origins)
         ctx.stacked = not any(map(torch.Tensor.dim, tensors))
         ctx.dim = 0 if ctx.stacked else dim
         parts = [tensor.view(1) for tensor in tensors] if ctx.stacked else tensors
@@ -212,6 +283,7 @@ class Gather(Function):
         return concatenate(parts, ctx.dim, target)
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
         grads = apply_in_backward(Scatter, ctx.origins, ctx.lengths, ctx.dim, grad, True)
         if ctx.stacked:
@@ -229,6 +301,7 @@ class Alike(Function):
         return tensors[0].detach()
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
         first, *others = ctx.saved_tensors
         if not all(
@@ -263,10 +336,13 @@ def connect(
     An alias shares memory and version counter with the copy. See Note [Gradient edges].
     """
     aliases: list[list[torch.Tensor]] = [list(replica) for replica in copies]
+    places = [replica[0].device for replica in copies if replica]
+    streams = NodeStreams(places, map(_device, originals[:1]), waits=False)
     for bucket in plan_buckets(originals):
         members = [originals[index] for index in bucket]
         flat = [replica[index] for replica in copies for index in bucket]
-        outputs = iter(apply_function(ReplicaEdges, flat, OriginalHooks(members), *members))
+        hooks = OriginalHooks(members)
+        outputs = iter(apply_function(ReplicaEdges, flat, hooks, streams, *members))
         for replica in aliases:
             for index in bucket:
                 replica[index] = next(outputs)
@@ -278,16 +354,21 @@ class ReplicaEdges(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, copies: list[torch.Tensor], hooks: OriginalHooks, *originals: torch.Tensor
+        ctx: Any,
+        copies: list[torch.Tensor],
+        hooks: OriginalHooks,
+        streams: NodeStreams,
+        *originals: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.hooks, ctx.num_tensors = hooks, len(originals)
-        ctx.destination = originals[0].device
+        ctx.destination, ctx.streams = originals[0].device, streams
         return tuple([copy.detach() for copy in copies])
 
     @staticmethod
+    @on_streams_of_forward
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         sums = apply_in_backward(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *grads)
         if any([total is None for total in sums]):
             ctx.hooks.guard()
-        return None, None, *sums
+        return None, None, None, *sums

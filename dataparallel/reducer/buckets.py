@@ -171,6 +171,8 @@ class Buckets:
     ) -> None:
         self.ordered = order is not None
         self._leaves = list(itertools.chain(*leaves))
+        #: The devices of the replicas and of the originals.
+        self.places = {x.device for x in (*self._leaves, *trained.parameters)}
         self.plan = make_plan(trained, options, order, sends=sends)
         self.originals, self.names = originals, names = trained.parameters, trained.names
         reduced = trained.num_reduced if sends else 0

@@ -334,7 +334,8 @@ class Reducer:
             self._leave_round()
             return
         try:
-            self._end(round_)
+            with round_.ending_late():
+                self._end(round_)
         except BaseException as error:
             self._fail(round_, error)
             if not isinstance(error, RanksParted):

@@ -51,9 +51,10 @@ distributed-autograd context holds gradients already, since nobody remembers tho
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,8 +129,9 @@ class Round:
         # Per replica, what was taken of each bucket so far, in their order; empty when summed up.
         self._taken: list[list[Gradients]] = [[] for _ in buckets.all[0].leaves]
         self._num_summed, self._summing = 0, threading.Lock()
-        # Those of the replicas' gradients, then others that the end is behind.
-        self._streams: list[_devices.Stream] = [None] * len(self._taken)
+        # Those of the replicas' gradients, and of the cuts, the last of which is that of the end.
+        self._streams: list[torch.Stream | None] = [None] * len(self._taken)
+        self._cut_streams: list[tuple[torch.Stream, ...]] = []
         #: By parameter, the sum over the replicas, and then what is to be added to ``.grad``.
         self.grads: Gradients = [None] * count
         # What ``.grad`` held: all of it until the end, and what of it is to be sent.
@@ -168,6 +170,7 @@ class Round:
         with self._lock:
             is_first = self._eager is None
             self._num_running += 1
+            self._cut_streams.append(_devices.current_streams(self.buckets.places))
             # A backward within the backward, of a checkpoint, knows of its own cuts only.
             self._all_came |= last and task == self.task
             if is_first:
@@ -216,13 +219,15 @@ class Round:
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
+        # Behind what other threads have queued, and other cuts.
+        for stream in itertools.chain(self._streams, *self._cut_streams):
+            if stream is not None:
+                _devices.wait_stream(_devices.current_stream(stream.device), stream)
+        self._streams = [None] * len(self._taken)
         for replica, taken in enumerate(self._taken):
             for bucket in self.buckets.all[len(taken) :]:
                 taken.append(bucket.take(replica))
                 self._sum_complete()
-        for stream in self._streams:
-            if stream is not None:
-                _devices.wait_stream(_devices.current_stream(stream.device), stream)
         for bucket, rows in self.buckets.take_late():
             for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
                 if grad is not None:
@@ -269,9 +274,7 @@ class Round:
         with contextlib.ExitStack() as streams:
             streams.enter_context(torch_internals.record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
-            for stream in self._streams:
-                if stream is not None:
-                    streams.enter_context(_devices.use_stream(stream))
+            streams.enter_context(_devices.use_streams(filter(None, self._streams)))
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
             for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
@@ -314,12 +317,25 @@ class Round:
     def pass_on(self) -> Gradients:
         """What the engine is to have first; other sums stay until the backward has ended."""
         self._take_rest()
-        devices = {bucket.home for bucket in self.buckets.all}
-        self._streams += [_devices.current_stream(device) for device in devices]
         passed: Gradients = [None] * len(self.used)
         for index in self._through:
             passed[index], self.grads[index] = self.grads[index], None
         return passed
+
+    @contextlib.contextmanager
+    def ending_late(self) -> Iterator[None]:
+        """Use the streams on which memory of the round was allocated, in order with this thread's.
+
+        The whole backward has ended: behind this thread's streams, which may be others.
+        """
+        streams = self._cut_streams[-1] if self._cut_streams else ()
+        before = _devices.current_streams([stream.device for stream in streams])
+        for stream, current in zip(streams, before, strict=True):
+            _devices.wait_stream(stream, current)
+        with _devices.use_streams(streams):
+            yield
+        for stream, current in zip(streams, before, strict=True):
+            _devices.wait_stream(current, stream)
 
     def collect(self) -> None:
         """Take all that has come, from outside of the wrapper, too."""

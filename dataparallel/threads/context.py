@@ -108,7 +108,7 @@ class ThreadContext:
         self._variables = contextvars.copy_context()
         places = frozenset(devices)
         self._settings = [(get, use, get()) for get, use in _settings(places)]
-        self._streams = [*filter(None, map(_devices.current_stream, places))]
+        self._streams = _devices.current_streams(places)
         if self._streams:
             replica_random.separate_device_generators(devices)
         self._nesting = torch.autocast_increment_nesting() - 1
@@ -142,9 +142,7 @@ class ThreadContext:
             for setter in _setters():
                 setter(self._threads[index])
         with contextlib.ExitStack() as stack:
-            for stream in self._streams:
-                if _devices.current_stream(stream.device) != stream:
-                    stack.enter_context(_devices.use_stream(stream))
+            stack.enter_context(_devices.use_streams(self._streams))
             if self._streams and _devices.is_accelerator(device):
                 stack.enter_context(_devices.use_device(device))
                 _devices.bind_thread(device)

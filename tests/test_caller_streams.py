@@ -1,0 +1,291 @@
+"""Callers on streams of their own: numbers are those of the bare module under any schedule.
+
+In strict mode virtual devices do late work when somebody demands it, in one order. Threads that
+run some streams at once, as soon as there is something on them, give other orders that are as
+legal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dataparallel as dp
+from dataparallel import DataParallel, DistributedDataParallel, collectives, devices, virtual
+from dataparallel.virtual import device_module
+from tests.models import assert_all_close
+
+NUM_DEVICES, STEPS = 3, 2
+DEVICES = [torch.device("virtual", index) for index in range(NUM_DEVICES)]
+FIRST = [(0, 1, 2), (1, 0, 2)]
+SIDES: list[Sequence[int]] = [(), (0,), (1,), (2,), (0, 1, 2)]
+Devices = list[torch.device]
+#: Wraps a module on the first of some devices.
+Wrap = Callable[[nn.Module, Devices], Any]
+
+
+class Meeting(nn.Module):
+    """Replicas meet in forward, and use tensors that were sent to all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 40), nn.Linear(40, 3)
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x) @ shared
+        mean = collectives.all_reduce(hidden.mean(0), "avg", "local")
+        result: Tensor = self.second(torch.tanh(hidden - mean))
+        return result
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)]
+    return nn.Sequential(*layers)
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        yield torch.randn(12, 20, generator=generator), torch.randn(12, 3, generator=generator)
+
+
+def train(models: Sequence[Any], loss_of: Callable[..., Tensor], device: torch.device) -> Any:
+    """Losses, gradients and parameters on the host."""
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    results: list[Tensor] = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = loss_of(*models, x.to(device), y.to(device))
+        loss.backward()
+        optimizer.step()
+        results.append(loss.detach())
+        # It would keep nodes that belong to the streams of this step.
+        del loss
+    return [t.detach().cpu() for t in (*results, *(p.grad for p in parameters), *parameters)]
+
+
+def mean_square(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def by_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    if not hasattr(model, "loss"):
+        return mean_square(model, x, y)
+    loss: Tensor = model.loss(nn.MSELoss(), x, y)
+    return loss
+
+
+def behind_encoder(encoder: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mean_square(model, encoder(x), y)
+
+
+def meeting(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    shared = torch.eye(40, device=x.device).requires_grad_()
+    sent = dp.Replicate(shared * 2) if hasattr(model, "device_ids") else shared * 2
+    loss = nn.functional.mse_loss(model(x, sent), y)
+    (of_shared,) = torch.autograd.grad(loss, shared, retain_graph=True)
+    return loss + of_shared.detach().sum()
+
+
+def of_two(first: Any, second: Any, x: Tensor, y: Tensor) -> Tensor:
+    other = second(x)
+    return mean_square(first, x, y) + other.pow(2).mean().to(y.device)
+
+
+def captured(module: nn.Module, places: Devices) -> Any:
+    return DistributedDataParallel(module, places, capture=True)
+
+
+def guarded(module: nn.Module, places: Devices) -> Any:
+    return DistributedDataParallel(module, places, nonfinite="skip")
+
+
+def turned(wrap: Wrap) -> Wrap:
+    """What begins with another device."""
+    return lambda module, places: wrap(module.to(places[1]), places[1:] + places[:1])
+
+
+def nested(module: nn.Module, places: Devices) -> Any:
+    assert isinstance(module, nn.Sequential)
+    inner = DataParallel(module[2:], places)
+    return DistributedDataParallel(nn.Sequential(*module[:2], inner), places[:1])
+
+
+def as_is(module: nn.Module, _: Devices) -> nn.Module:
+    return module
+
+
+#: Per case how to wrap the modules, what makes them, and how a loss is computed.
+CASES: dict[str, tuple[list[Wrap], Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "DataParallel": ([DataParallel], net, mean_square),
+    "DDP": ([DistributedDataParallel], net, mean_square),
+    "loss": ([DistributedDataParallel], net, by_loss),
+    "encoder": ([as_is, DataParallel], lambda: nn.Linear(20, 20), behind_encoder),
+    "capture": ([captured], net, mean_square),
+    "nested": ([nested], net, mean_square),
+    "two DataParallel": ([DataParallel, turned(DataParallel)], net, of_two),
+    "two DDP": ([DistributedDataParallel, turned(DistributedDataParallel)], net, of_two),
+    "meeting DataParallel": ([DataParallel], Meeting, meeting),
+    "meeting DDP": ([DistributedDataParallel], Meeting, meeting),
+}
+
+
+def default_stream(index: int) -> torch.Stream:
+    return device_module.default_stream(index)
+
+
+def copy_stream(index: int) -> torch.Stream:
+    stream = devices.copy_stream(DEVICES[index])
+    assert stream is not None
+    return stream
+
+
+#: Which streams do their work at once.
+SCHEDULES: list[Callable[[], list[torch.Stream]]] = [
+    list,
+    lambda: [default_stream(0)],
+    lambda: [default_stream(1), default_stream(2)],
+    lambda: [copy_stream(0), default_stream(1), copy_stream(2)],
+]
+
+
+@contextlib.contextmanager
+def at_once(streams: list[torch.Stream]) -> Iterator[None]:
+    """Let a thread run what comes on some streams."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            for stream in streams:
+                stream.synchronize()
+            time.sleep(0)
+
+    thread = threading.Thread(target=run)
+    if streams:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if streams:
+            thread.join()
+
+
+def enter_streams(sides: Sequence[int]) -> list[torch.Stream]:
+    """Make streams current in this thread for good; returns the current ones of all devices."""
+    for index in sides:
+        stream = torch.Stream(DEVICES[index])
+        stream.wait_stream(default_stream(index))
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(0)
+    return [device_module.current_stream(index) for index in range(NUM_DEVICES)]
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Run in a thread of its own, whose streams nobody has chosen."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+@pytest.mark.parametrize("order", FIRST, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_training(name: str, order: Sequence[int], sides: Sequence[int]) -> None:
+    wraps, make, loss_of = CASES[name]
+    places = [DEVICES[index] for index in order]
+    torch.manual_seed(2)
+    bare = [make() if i == 0 else net() for i in range(len(wraps))]
+    kept = copy.deepcopy(bare)
+    expected = train(bare, loss_of, torch.device("cpu"))
+
+    def work() -> Any:
+        enter_streams(sides)
+        modules = [module.to(places[0]) for module in copy.deepcopy(kept)]
+        models = [wrap(module, places) for wrap, module in zip(wraps, modules, strict=True)]
+        try:
+            return train(models, loss_of, places[0])
+        finally:
+            for model in models:
+                if hasattr(model, "close"):
+                    model.close()
+
+    for schedule in SCHEDULES:
+        with virtual.strict_mode(), at_once(schedule()):
+            got = in_thread(work)
+        assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_threads_of_a_server(wrapper: Any, sides: Sequence[int]) -> None:
+    """Each request has a thread with streams of its own, and leaves it as it was."""
+    bare = net()
+    model = wrapper(copy.deepcopy(bare).to(DEVICES[0]), DEVICES)
+    requests = [x for x, _ in batches()] * 4
+
+    def answer(x: Tensor) -> Tensor:
+        streams = enter_streams(sides)
+        with torch.inference_mode():
+            result: Tensor = model(x.to(DEVICES[0])).cpu()
+        assert [device_module.current_stream(i) for i in range(NUM_DEVICES)] == streams
+        return result
+
+    for schedule in SCHEDULES:
+        with virtual.strict_mode(), at_once(schedule()), ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(answer, requests))
+        assert_all_close(got, map(bare, requests), rtol=1e-3, atol=1e-5)
+    model.close()
+
+
+@contextlib.contextmanager
+def on_others(sides: Sequence[int]) -> Iterator[None]:
+    """Be on other streams, in order with the current ones."""
+    before = [device_module.current_stream(index) for index in sides]
+    streams = [torch.Stream(DEVICES[index]) for index in sides]
+    for stream, current in zip(streams, before, strict=True):
+        stream.wait_stream(current)
+    with devices.use_streams(streams):
+        yield
+    for stream, current in zip(streams, before, strict=True):
+        current.wait_stream(stream)
+
+
+@pytest.mark.parametrize("wrap", [as_is, DataParallel, DistributedDataParallel, guarded])
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequence[int]) -> None:
+    bare = net()
+
+    def work(wrap: Wrap, places: Devices, sides: Sequence[int]) -> list[Tensor]:
+        model = wrap(copy.deepcopy(bare).to(places[0]), places)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        results: list[Tensor] = []
+        for x, y in batches():
+            optimizer.zero_grad()
+            for scale in (1, 2):
+                loss = mean_square(model, x.to(places[0]) * scale, y.to(places[0]))
+                with on_others(sides):
+                    loss.backward()
+                del loss
+            with on_others(sides):
+                optimizer.step()
+                results += [p.grad * 2 for p in model.parameters() if p.grad is not None]
+        getattr(model, "close", int)()
+        return [t.detach().cpu() for t in (*results, *model.parameters())]
+
+    expected = work(as_is, [torch.device("cpu")], ())
+    for schedule in SCHEDULES:
+        with virtual.strict_mode(), at_once(schedule()):
+            got = in_thread(functools.partial(work, wrap, DEVICES, sides))
+        assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
