@@ -274,12 +274,18 @@ def use_stream(stream: Stream) -> Iterator[None]:
 
 def current_streams(devices: Iterable[torch.device]) -> tuple[torch.Stream, ...]:
     """This thread's current streams of the accelerators among some devices."""
-    return tuple(filter(None, map(current_stream, devices)))
+    queued = [device for device in devices if device.type != "cpu"]
+    return tuple(filter(None, map(current_stream, queued))) if queued else ()
+
+
+def use_streams(streams: Iterable[torch.Stream]) -> AbstractContextManager[None]:
+    """Like :func:`use_stream` for several devices; the current device stays the same."""
+    given = tuple(streams)
+    return _using(given) if given else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def use_streams(streams: Iterable[torch.Stream]) -> Iterator[None]:
-    """Like :func:`use_stream` for several devices; the current device stays the same."""
+def _using(streams: Sequence[torch.Stream]) -> Iterator[None]:
     others = [stream for stream in streams if current_stream(stream.device) != stream]
     if not others:
         yield

@@ -100,8 +100,8 @@ def meeting(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def of_two(first: Any, second: Any, x: Tensor, y: Tensor) -> Tensor:
-    other = second(x)
-    return mean_square(first, x, y) + other.pow(2).mean().to(y.device)
+    total: Tensor = mean_square(first, x, y) + second(x).pow(2).mean().to(y.device)
+    return total
 
 
 def captured(module: nn.Module, places: Devices) -> Any:
@@ -118,9 +118,9 @@ def turned(wrap: Wrap) -> Wrap:
 
 
 def nested(module: nn.Module, places: Devices) -> Any:
-    assert isinstance(module, nn.Sequential)
-    inner = DataParallel(module[2:], places)
-    return DistributedDataParallel(nn.Sequential(*module[:2], inner), places[:1])
+    layers = list(module.children())
+    inner = DataParallel(nn.Sequential(*layers[2:]), places)
+    return DistributedDataParallel(nn.Sequential(*layers[:2], inner), places[:1])
 
 
 def as_is(module: nn.Module, _: Devices) -> nn.Module:

@@ -105,15 +105,18 @@ class NodeStreams:
     ) -> None:
         places, results = set(given), set(made)
         self._all = _devices.current_streams(places | results)
-        self._given, self._made = map(_devices.current_streams, (places, results))
+        self._given: tuple[torch.Stream, ...] = ()
+        self._made: tuple[torch.Stream, ...] = ()
+        if self._all:
+            self._given, self._made = map(_devices.current_streams, (places, results))
         self._waits = waits
 
-    @contextlib.contextmanager
-    def in_backward(self) -> Iterator[None]:
+    def in_backward(self) -> contextlib.AbstractContextManager[None]:
         """Use them within a ``with`` block, in order with the node's own stream."""
-        if not self._all:
-            yield
-            return
+        return self._within() if self._all else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
         kind = self._all[0].device.type
         # The engine has made the device of the node's stream current, if it has one.
         here = torch.device(kind, torch.get_device_module(kind).current_device())

@@ -373,14 +373,12 @@ def _join_results(
     if len(model.device_ids) == 1:
         tensors = [column[0] for column in joined]
     else:
-        if joining is None:
-            joining = "stack", chunks.sizes
-            if has_scalars(joined):
-                kwargs = _without_targets(chunks.kwargs)
-                joining = join_scalars(
-                    model.scalars, chunks.args, kwargs, chunks.sizes, weighs=False
-                )
-        scalars, counts = joining
+        scalars, counts = joining or ("stack", chunks.sizes)
+        if joining is None and has_scalars(joined):
+            kwargs = _without_targets(chunks.kwargs)
+            scalars, counts = join_scalars(
+                model.scalars, chunks.args, kwargs, chunks.sizes, weighs=False
+            )
         with model._runner.quiet():
             tensors = [
                 gather_result(one.path, column, model.dim, chunks.sizes, scalars, counts)

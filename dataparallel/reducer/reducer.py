@@ -135,10 +135,10 @@ class Reducer:
     def go_on_from(self, other: Reducer) -> None:
         """Know what another reducer of the same parameters knew of their gradients."""
         self.last_error = other.last_error
-        if list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters)):
-            # A process that has trained alone does not know what is reduced.
-            if self._accumulated.summed == other._accumulated.summed:
-                self._accumulated = other._accumulated
+        same = list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters))
+        # A process that has trained alone does not know what is reduced.
+        if same and self._accumulated.summed == other._accumulated.summed:
+            self._accumulated = other._accumulated
 
     @contextlib.contextmanager
     def noting_errors(self) -> Iterator[None]:

@@ -193,8 +193,11 @@ def apply_replicas(
             pause()
         begin = time.perf_counter()
         release = functools.partial(meeting.close, "the call was interrupted")
-        with exclusive.lock.paused():
+        own = exclusive.lock.share(None)
+        try:
             results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=release)
+        finally:
+            exclusive.lock.share(own)
         if pace is not None and pace.is_trial and not (compiles and compiles.has_compiled):
             pace.took(time.perf_counter() - begin, in_turn=turns is not None)
         return results
@@ -223,11 +226,11 @@ class _Run(Generic[T]):
         device, compiles, turns = self.devices[index], self.compiles, self.turns
         timeline = self.timeline
         meetings.here.set((Replica(index, device, len(self.calls)), self.meeting))
-        how, depth, before = "failed", exclusive.lock.depth(), None
+        how, begun = "failed", None
         try:
             if turns is not None:
                 turns.wait(index, exclusive.lock.is_held)
-            before = exclusive.lock.share(compiles or self)
+            begun = exclusive.lock.begin(compiles or self)
             if compiles is not None:
                 torch_internals.use_graphs_of_compiler(compiles.graphs)
             with (
@@ -239,9 +242,8 @@ class _Run(Generic[T]):
             how = "returned"
             return result
         finally:
-            # What it has changed and not set back stays, as without replicas.
-            exclusive.lock.lower(depth)
-            exclusive.lock.share(before)
+            if begun is not None:
+                exclusive.lock.end(begun)
             if turns is not None:
                 turns.end(index)
             self.meeting.close(f"replica {index} {how} without coming")

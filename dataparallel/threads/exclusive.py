@@ -79,6 +79,17 @@ class ExclusiveLock:
             self._make_way(thread, work)
         return before
 
+    def begin(self, work: object) -> tuple[object, int]:
+        """A replica begins in this thread; returns what :meth:`end` has to know."""
+        return self.share(work), self._depth if self._owner is threading.current_thread() else 0
+
+    def end(self, begun: tuple[object, int]) -> None:
+        """The replica has ended: state that it has not set back stays, as without replicas."""
+        before, depth = begun
+        if self._owner is not None:
+            self.lower(depth)
+        self.share(before)
+
     def _make_way(self, thread: threading.Thread, work: object) -> None:
         patience = time.monotonic() + _PATIENCE
         with self._changed:

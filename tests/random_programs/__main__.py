@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import Any
 
 from tests.cluster import Cluster
 from tests.random_programs.comparison import check
@@ -30,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--programs", type=int, default=500, help="how many; default 500")
     parser.add_argument("--first", type=int, default=int(time.time()), help="the first seed")
-    numbers = {"type": int, "nargs": "+", "default": [1, 2, 3]}
+    numbers: dict[str, Any] = {"type": int, "nargs": "+", "default": [1, 2, 3]}
     parser.add_argument("--processes", **numbers, help="numbers of processes; default 1 2 3")
     parser.add_argument("--replicas", **numbers, help="replicas per process; default 1 2 3")
     parser.add_argument("--virtual", action="store_true", help="on virtual devices")
