@@ -19,6 +19,9 @@ from tests.cluster import Cluster
 # The option --faults, and the fixtures of tests of faults.
 pytest_plugins = ["tests.faults.harness"]
 
+# Uses of memory that no wait orders are errors: in the processes that tests start, too.
+os.environ.setdefault("DATAPARALLEL_VIRTUAL_RACES", "1")
+
 # What is marked gpu needs none, and runs where nothing can be compiled for them, too.
 if os.environ.get("DATAPARALLEL_TESTS_WITHOUT_VIRTUAL_DEVICES") != "1":
     dataparallel.virtual.enable(4)

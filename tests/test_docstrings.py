@@ -126,7 +126,9 @@ def run(code: str, names: dict[str, Any], where: str, first_line: int = 1) -> No
     code = re.sub(r"\bcuda(?=:\d|\")", "virtual", code)
     # A process cannot change their number.
     code = re.sub(r"\benable\(\d\)", f"enable({virtual.device_count()})", code)
-    exec(compile("\n" * (first_line - 1) + code, where, "exec", dont_inherit=True), names)
+    # Of virtual devices they show what a forgotten wait does.
+    with virtual.check_races(virtual.checks_races() and "virtual" not in where):
+        exec(compile("\n" * (first_line - 1) + code, where, "exec", dont_inherit=True), names)
 
 
 class Net(nn.Module):

@@ -6,7 +6,8 @@ of two devices is an error. Each device has its own random generator, streams an
 and ``torch.accelerator`` drives it.
 
 A side stream defers its work until somebody waits for it, so a forgotten wait gives wrong values
-here too. In strict mode the default streams defer their work as well.
+here too. In strict mode the default streams defer their work as well, and what no wait orders is an
+error wherever it happens to go well.
 """
 
 from dataparallel.virtual.backend import (
@@ -16,16 +17,21 @@ from dataparallel.virtual.backend import (
     is_enabled,
 )
 from dataparallel.virtual.controls import (
+    check_races,
+    checks_races,
     counters,
     is_strict,
     pending,
     reset_counters,
+    set_check_races,
     set_memory_limit,
     set_strict,
     strict_mode,
 )
 
 __all__ = [
+    "check_races",
+    "checks_races",
     "counters",
     "device_count",
     "enable",
@@ -34,6 +40,7 @@ __all__ = [
     "is_strict",
     "pending",
     "reset_counters",
+    "set_check_races",
     "set_memory_limit",
     "set_strict",
     "strict_mode",

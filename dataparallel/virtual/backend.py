@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _NAME = "virtual"
 _DEVICES_VARIABLE = "DATAPARALLEL_VIRTUAL_DEVICES"
 _STRICT_VARIABLE = "DATAPARALLEL_VIRTUAL_STRICT"
+_RACES_VARIABLE = "DATAPARALLEL_VIRTUAL_RACES"
 _MAX_DEVICES = 64
 
 _lock = threading.Lock()
@@ -41,6 +42,8 @@ class Extension(Protocol):
     def device_count(self) -> int: ...
     def strict(self) -> bool: ...
     def set_strict(self, value: bool) -> None: ...
+    def checks_races(self) -> bool: ...
+    def set_checks_races(self, value: bool) -> None: ...
     def in_forked_child(self) -> bool: ...
     def counters(self, device: int) -> dict[str, int]: ...
     def reset_counters(self, device: int) -> None: ...
@@ -81,7 +84,7 @@ def native_extension() -> NativeExtension:
         prefix="virtual",
         sources=Path(__file__).parent / "csrc",
         # These need the headers that the others do not.
-        first_unit=frozenset({"autocast", "bindings", "hooks"}),
+        first_unit=frozenset({"autocast", "bindings", "hooks", "places"}),
     )
 
 
@@ -112,7 +115,7 @@ def device_count() -> int:
     return 0 if _loaded is None else _loaded.device_count()
 
 
-def enable(n: int = 4, *, strict: bool | None = None) -> None:
+def enable(n: int = 4, *, strict: bool | None = None, races: bool | None = None) -> None:
     """Add ``n`` virtual devices, ``virtual:0`` to ``virtual:{n-1}``, to this process.
 
     The first call on a machine compiles the backend, which takes about 20 seconds. Later processes
@@ -127,10 +130,12 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
         n: How many devices, 1 to 64. Default: 4.
         strict: Whether default streams defer work as side streams do, see ``strict_mode``. Default:
             the environment variable ``DATAPARALLEL_VIRTUAL_STRICT`` (0 or 1), else no.
+        races: Whether races are errors, see ``check_races``. Default: the environment variable
+            ``DATAPARALLEL_VIRTUAL_RACES`` (0 or 1), else as ``strict``.
 
     Raises:
         TypeError: ``n`` is not an int.
-        ValueError: ``n`` is out of range, or the environment variable is neither 0 nor 1.
+        ValueError: ``n`` is out of range, or an environment variable is neither 0 nor 1.
         RuntimeError: Another number of devices is enabled already, a backward has run in the
             process before, another package has registered an accelerator of its own, or the backend
             cannot be compiled.
@@ -142,7 +147,8 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
     with _lock:
         if _loaded is None:
             _register(n)
-            strict = _strict_from_environment() if strict is None else strict
+            strict = _flag(_STRICT_VARIABLE) if strict is None else strict
+            races = _flag(_RACES_VARIABLE) if races is None else races
         elif _loaded.device_count() != n:
             raise RuntimeError(
                 f"{_loaded.device_count()} virtual devices are enabled already, and a process "
@@ -150,6 +156,8 @@ def enable(n: int = 4, *, strict: bool | None = None) -> None:
             )
         if strict is not None:
             required().set_strict(bool(strict))
+        if races is not None:
+            required().set_checks_races(bool(races))
 
 
 def enable_from_environment() -> None:
@@ -176,11 +184,11 @@ def enable_from_environment() -> None:
     enable(int(text))
 
 
-def _strict_from_environment() -> bool:
-    text = os.environ.get(_STRICT_VARIABLE, "").strip()
+def _flag(variable: str) -> bool | None:
+    text = os.environ.get(variable, "").strip()
     if text not in ("", "0", "1"):
-        raise ValueError(f"{_STRICT_VARIABLE} must be 0 or 1, got {text!r}")
-    return text == "1"
+        raise ValueError(f"{variable} must be 0 or 1, got {text!r}")
+    return text == "1" if text else None
 
 
 def _register(n: int) -> None:
@@ -191,7 +199,8 @@ def _register(n: int) -> None:
             f"the accelerator backend {other!r} is registered already: "
             "torch can have one backend from outside in a process"
         )
-    _strict_from_environment()  # Complain before anything is registered.
+    for variable in (_STRICT_VARIABLE, _RACES_VARIABLE):
+        _flag(variable)  # Complain before anything is registered.
     from dataparallel.virtual import device_module
 
     extension = cast(Extension, native_extension().load())

@@ -136,6 +136,67 @@ def set_memory_limit(device: torch.device | str | int | None, limit: int | None)
         extension.set_memory_limit(each, limit)
 
 
+def checks_races() -> bool:
+    """Tell whether races are errors.
+
+    Example::
+
+        if not dataparallel.virtual.checks_races():
+            dataparallel.virtual.set_check_races(True)
+
+    Returns:
+        True where ``check_races`` or strict mode is on.
+
+    Raises:
+        RuntimeError: Virtual devices are not enabled.
+    """
+    return required().checks_races()
+
+
+def set_check_races(value: bool) -> None:
+    """Turn the checks for races on or off, for all devices and threads. See ``check_races``.
+
+    Example::
+
+        dataparallel.virtual.set_check_races(True)
+
+    Args:
+        value: True for checks. What is queued already counts as ordered.
+
+    Raises:
+        RuntimeError: Virtual devices are not enabled.
+    """
+    required().set_checks_races(bool(value))
+
+
+@contextlib.contextmanager
+def check_races(value: bool = True) -> Iterator[None]:
+    """Let races between streams raise within a block of code, and restore the old mode afterwards.
+
+    Two operations race where they use the same memory, one of them writes, and neither waits for
+    the other. The second one raises a RuntimeError, which names both; nothing has to go wrong for
+    that. Memory may race, too: freed while a stream may still use it that was not recorded, it can
+    be handed out again. The next operation on the stream that owns it raises then.
+
+    Example::
+
+        with dataparallel.virtual.check_races():
+            train_step()
+
+    Args:
+        value: The mode within the block. Default: True.
+
+    Raises:
+        RuntimeError: Virtual devices are not enabled.
+    """
+    before = checks_races()
+    set_check_races(value)
+    try:
+        yield
+    finally:
+        set_check_races(before)
+
+
 def is_strict() -> bool:
     """Tell whether strict mode is on.
 
@@ -155,8 +216,8 @@ def is_strict() -> bool:
 def set_strict(value: bool) -> None:
     """Turn strict mode on or off, for all devices and threads.
 
-    In strict mode the default streams defer their work as side streams do. When you turn it off,
-    they run the work that they have deferred.
+    In strict mode the default streams defer their work as side streams do, and races raise, see
+    ``check_races``. When you turn it off, they run the work that they have deferred.
 
     Example::
 
@@ -186,9 +247,10 @@ def strict_mode(value: bool = True) -> Iterator[None]:
     Raises:
         RuntimeError: Virtual devices are not enabled.
     """
-    before = is_strict()
+    before = is_strict(), checks_races()
     set_strict(value)
     try:
         yield
     finally:
-        set_strict(before)
+        set_strict(before[0])
+        set_check_races(before[1])

@@ -103,6 +103,8 @@ def test_kernels_of_several_threads_run_at_once() -> None:
 def test_threads_that_wait_for_each_others_streams() -> None:
     streams = [torch.Stream(f"virtual:{i}") for i in range(2)]
     totals = [torch.zeros(1, device=f"virtual:{i}") for i in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
 
     def work(index: int) -> None:
         for _ in range(200):

@@ -86,6 +86,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.def("device_count", [] { return static_cast<int>(device_count()); });
   m.def("strict", &strict);
   m.def("set_strict", &set_strict);
+  m.def("checks_races", &checks_races);
+  m.def("set_checks_races", &set_checks_races);
   m.def("in_forked_child", &in_forked_child);
   m.def("counters", &read_counters);
   m.def("reset_counters", &reset_counters);

@@ -36,6 +36,14 @@ void Call::run() {
   }
   count(device_, kKernels);
   Stream& stream = current_stream(device_);
+  if (checks_races()) {
+    run_checked(stream);
+  } else {
+    run_on(stream);
+  }
+}
+
+void Call::run_on(Stream& stream) {
   if (stream.defers()) {
     run_deferred(stream);
   } else {
@@ -43,21 +51,32 @@ void Call::run() {
   }
 }
 
+void Call::run_checked(Stream& stream) {
+  Launch launch(stream, info_.name.c_str());
+  for (const auto& each : info_.tensors) {
+    if (each.writes || !info_.reads_nothing) {
+      visit_tensors(argument(each.index), [&](const at::Tensor& tensor) {
+        launch.use(tensor, each.writes, info_.is_partial);
+      });
+    }
+  }
+  launch.check();
+  run_on(stream);
+  for (auto value = stack_.end() - static_cast<std::ptrdiff_t>(info_.returns.size());
+       value != stack_.end(); ++value) {
+    visit_tensors(*value, [&](const at::Tensor& tensor) { launch.made(tensor); });
+  }
+  if (info_.host_waits && !stream.capturing()) {
+    host_waits_for(stream);
+  }
+}
+
 // Finds the device, and complains about arguments that are not on it.
 void Call::inspect() {
   for (const auto& tensor_argument : info_.tensors) {
-    const c10::IValue& value = argument(tensor_argument.index);
-    if (value.isTensor()) {
-      inspect_tensor(value.toTensor(), tensor_argument);
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        inspect_tensor(tensor, tensor_argument);
-      }
-    } else if (value.isOptionalTensorList()) {
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        inspect_tensor(tensor.value_or(at::Tensor()), tensor_argument);
-      }
-    }
+    visit_tensors(argument(tensor_argument.index), [&](const at::Tensor& tensor) {
+      inspect_tensor(tensor, tensor_argument);
+    });
   }
   if (found_) {
     if (host_argument_ != nullptr) {
@@ -78,9 +97,6 @@ void Call::inspect() {
 }
 
 void Call::inspect_tensor(const at::Tensor& tensor, const TensorArgument& argument) {
-  if (!tensor.defined()) {
-    return;
-  }
   const c10::Device device = tensor.device();
   if (device.type() == c10::DeviceType::PrivateUse1) {
     foreign_memory_ |= !is_ours(tensor);

@@ -30,6 +30,9 @@ class Call {
 
  private:
   void inspect();
+  void run_on(Stream& stream);
+  // As that, and checks that other streams have no part in it that nothing orders.
+  void run_checked(Stream& stream);
   void inspect_tensor(const at::Tensor& tensor, const TensorArgument& argument);
   [[noreturn]] void fail_on_mixed_devices(
       const c10::Device& other, const TensorArgument& argument) const;
@@ -76,6 +79,27 @@ at::Tensor adopt_sparse(
 void match_sparse(
     const at::Tensor& tensor, const at::Tensor& alias,
     const std::function<at::Tensor(const at::Tensor&)>& wrap);
+
+// Calls `visit` with every defined tensor in a value, be it one, optional or a list.
+template <typename Visit>
+void visit_tensors(const c10::IValue& value, const Visit& visit) {
+  const auto visit_one = [&](const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      visit(tensor);
+    }
+  };
+  if (value.isTensor()) {
+    visit_one(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      visit_one(tensor);
+    }
+  } else if (value.isOptionalTensorList()) {
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      visit_one(tensor.value_or(at::Tensor()));
+    }
+  }
+}
 
 // Applies `change` to every defined tensor in an argument, be it one, optional or a list.
 template <typename Change>

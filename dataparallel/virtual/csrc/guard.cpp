@@ -58,11 +58,17 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return handle_of(previous);
   }
   bool queryStream(const c10::Stream& stream) const override {
-    return stream_of(stream).poll();
+    Stream& asked = stream_of(stream);
+    const Clock clock = checks_races() ? mark(asked) : Clock();
+    const bool done = asked.poll();
+    if (done) {
+      host_saw(clock);
+    }
+    return done;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     count(stream.device_index(), kHostWaits);
-    stream_of(stream).synchronize();
+    host_waits_for(stream_of(stream));
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     count(checked_index(index), kHostWaits);
@@ -93,13 +99,22 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
-    return event == nullptr || static_cast<Event*>(event)->latest()->poll();
+    if (event == nullptr) {
+      return true;
+    }
+    const auto record = static_cast<Event*>(event)->latest();
+    const bool done = record->poll();
+    if (done) {
+      host_saw(record->clock);
+    }
+    return done;
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       auto record = static_cast<Event*>(event)->latest();
       count(record->stream.device, kHostWaits);
       record->stream.run_until(record->position);
+      host_saw(record->clock);
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*index*/) const noexcept override {

@@ -8,6 +8,15 @@
 namespace vdev {
 namespace {
 
+void note_copy(Stream& stream, const at::Tensor& from, const at::Tensor& to) {
+  if (checks_races()) {
+    Launch launch(stream, "aten::copy_");
+    launch.use(from, false);
+    launch.use(to, true);
+    launch.check();
+  }
+}
+
 void copy_now(const at::Tensor& from, const at::Tensor& to) {
   KernelScope scope;
   const at::Tensor source = is_virtual(from) ? cpu_alias(from) : from;
@@ -16,6 +25,7 @@ void copy_now(const at::Tensor& from, const at::Tensor& to) {
 }
 
 void submit_copy(Stream& stream, const at::Tensor& from, const at::Tensor& to) {
+  note_copy(stream, from, to);
   if (!stream.defers()) {
     copy_now(from, to);
     return;
@@ -33,7 +43,7 @@ void copy_host_to_device(const at::Tensor& from, const at::Tensor& to, bool non_
   submit_copy(stream, read_late ? from : from.clone(), to);
   if (!non_blocking) {
     count(device, kHostWaits);
-    stream.synchronize();
+    host_waits_for(stream);
   }
 }
 
@@ -45,7 +55,7 @@ void copy_device_to_host(const at::Tensor& from, const at::Tensor& to, bool non_
   submit_copy(stream, from, to);
   if (!non_blocking) {
     count(device, kHostWaits);
-    stream.synchronize();
+    host_waits_for(stream);
   }
 }
 
@@ -99,7 +109,13 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   count(self.device().index(), kHostWaits);
-  current_stream(self.device().index()).synchronize();
+  Stream& stream = current_stream(self.device().index());
+  if (checks_races()) {
+    Launch launch(stream, "aten::item");
+    launch.use(self, false);
+    launch.check();
+  }
+  host_waits_for(stream);
   KernelScope scope;
   return cpu_alias(self).item();
 }

@@ -101,6 +101,9 @@ void release_block(void* context) {
     return;
   }
   account_free(block->owner.device, block->nbytes);
+  if (checks_races()) {
+    note_free(*block);
+  }
   if (block.use_count() == 1) {
     return;  // Nothing queued refers to it.
   }
@@ -268,6 +271,9 @@ c10::DataPtr adopt_memory(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex d
     return c10::DataPtr(nullptr, device_at(device));
   }
   auto block = c10::make_intrusive<Block>(std::move(memory), nbytes, current_stream(device));
+  if (checks_races()) {
+    note_allocation(*block);
+  }
   account_allocation(device, nbytes);
   return c10::DataPtr(data, block.release(), &release_block, device_at(device));
 }

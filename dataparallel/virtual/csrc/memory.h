@@ -29,6 +29,11 @@ struct Block final : c10::intrusive_ptr_target {
   Stream& owner;
   std::mutex mutex;
   std::vector<Stream*> users;
+  // The last accesses, for the checks; and whether there was any.
+  std::vector<Access> accesses;
+  std::atomic<bool> is_used{false};
+  // A graph has memory of its own.
+  bool is_of_graph = false;
 
  private:
   bool retired_ = false;

@@ -2,9 +2,11 @@
 
 #include "fallback.h"
 
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/jit_type.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_set>
 #include <c10/core/DefaultDtype.h>
@@ -19,6 +21,11 @@ const std::unordered_set<std::string>& undescribed() {
   static const auto* names = new std::unordered_set<std::string>{
       "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::_embedding_bag_backward"};
   return *names;
+}
+
+bool starts_with_any(const std::string& name, std::initializer_list<const char*> starts) {
+  return std::any_of(
+      starts.begin(), starts.end(), [&](const char* start) { return name.rfind(start, 0) == 0; });
 }
 
 bool is_tensor_like(const c10::TypePtr& type) {
@@ -224,6 +231,14 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& op)
   has_meta_kernel = op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
   runs_at_once = returns_other || (generator_argument >= 0 && !is_sampler) ||
       undescribed().count(op_name.name) > 0;
+  host_waits = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
+  const std::string base = name.substr(name.find("::") + 2);
+  const std::string overloaded = base.substr(0, base.find('.'));
+  reads_nothing = starts_with_any(base, {"new_", "resize_", "is_set_to"}) ||
+      (overloaded.size() > 5 && overloaded.rfind("_like") == overloaded.size() - 5);
+  is_partial = starts_with_any(
+      base, {"index", "_index", "_unsafe_index", "gather", "scatter", "masked_scatter", "put_",
+             "take", "embedding"});
 }
 
 const OperatorInfo& info_of(const c10::OperatorHandle& op) {

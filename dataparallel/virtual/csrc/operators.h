@@ -44,6 +44,12 @@ struct OperatorInfo {
   bool has_cpu_kernel = false;
   bool has_meta_kernel = false;
   bool runs_at_once = false;
+  // Its result has a size, or is a number, that the host has to wait for.
+  bool host_waits = false;
+  // It looks at shapes only.
+  bool reads_nothing = false;
+  // Values choose which elements it reads or writes.
+  bool is_partial = false;
 };
 
 const OperatorInfo& info_of(const c10::OperatorHandle& op);

@@ -138,6 +138,9 @@ void Stream::submit_marker(std::unique_ptr<Task> task) {
 
 std::shared_ptr<Record> Stream::record(bool timed) {
   auto record = std::make_shared<Record>(*this, submitted_.load());
+  if (checks_races()) {
+    record->clock = mark(*this);
+  }
   if (idle()) {
     record->seconds.store(now());
   } else if (timed) {
@@ -149,6 +152,9 @@ std::shared_ptr<Record> Stream::record(bool timed) {
 }
 
 void Stream::wait(const std::shared_ptr<Record>& record) {
+  if (checks_races()) {
+    follow(*this, record->clock);
+  }
   if (&record->stream == this || record->reached()) {
     return;
   }
@@ -187,6 +193,11 @@ void Graph::add(std::shared_ptr<Task> task) {
   tasks_.push_back(std::move(task));
 }
 
+void Graph::at_replay(std::function<void(Stream&)> note) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  notes_.push_back(std::move(note));
+}
+
 void Graph::end() {
   if (stream_ != nullptr) {
     stream_->capture(nullptr);
@@ -197,6 +208,9 @@ void Graph::end() {
 void Graph::replay() const {
   TORCH_CHECK(stream_ == nullptr, "a graph cannot be replayed before its capture has ended");
   Stream& stream = current_stream(device_);
+  for (const auto& note : notes_) {
+    note(stream);
+  }
   for (const auto& task : tasks_) {
     stream.submit(std::make_unique<ReplayTask>(task));
   }
@@ -317,27 +331,35 @@ Stream& pooled_stream(c10::DeviceIndex device) {
   return streams.get(device, 1 + streams.next_pooled.fetch_add(1) % kPoolSize);
 }
 
-void synchronize_device(c10::DeviceIndex device) {
+void for_each_stream(c10::DeviceIndex device, const std::function<void(Stream&)>& visit) {
   for (auto& slot : table(checked_index(device)).slots) {
     if (Stream* stream = slot.load(std::memory_order_acquire)) {
-      stream->synchronize();
+      visit(*stream);
     }
   }
 }
 
+void synchronize_device(c10::DeviceIndex device) {
+  for_each_stream(device, &host_waits_for);
+}
+
+void host_waits_for(Stream& stream) {
+  const Clock clock = checks_races() ? mark(stream) : Clock();
+  stream.synchronize();
+  host_saw(clock);
+}
+
 int64_t pending_on_device(c10::DeviceIndex device) {
   int64_t total = 0;
-  for (auto& slot : table(checked_index(device)).slots) {
-    if (Stream* stream = slot.load(std::memory_order_acquire)) {
-      total += stream->pending();
-    }
-  }
+  for_each_stream(device, [&](Stream& stream) { total += stream.pending(); });
   return total;
 }
 
 void set_strict(bool value) {
   set_strict_flag(value);
-  if (!value) {
+  if (value) {
+    set_checks_races(true);
+  } else {
     // Work deferred so far on a default stream must precede what it now runs at once.
     for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
       stream_at(index, 0).synchronize();

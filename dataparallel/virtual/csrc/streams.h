@@ -5,9 +5,11 @@
 #pragma once
 
 #include "devices.h"
+#include "races.h"
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -39,6 +41,8 @@ class Record {
   Stream& stream;
   uint64_t position;
   std::atomic<double> seconds{-1.0};
+  // What has happened when it is reached.
+  Clock clock;
 
  private:
   std::atomic<int> polls_{0};
@@ -66,9 +70,12 @@ class Stream {
   bool reached(uint64_t position) const noexcept {
     return completed_.load(std::memory_order_acquire) >= position;
   }
-  // Whether what is submitted goes to a graph.
+  // Where what is submitted goes instead, if anywhere.
+  Graph* graph() const noexcept {
+    return graph_.load();
+  }
   bool capturing() const noexcept {
-    return graph_.load() != nullptr;
+    return graph() != nullptr;
   }
   void capture(Graph* graph);
   int64_t pending() const noexcept {
@@ -80,6 +87,7 @@ class Stream {
 
   const c10::DeviceIndex device;
   const c10::StreamId id;
+  Progress progress;
 
  private:
   struct Item {
@@ -112,6 +120,8 @@ class Graph {
   }
   void begin(Stream& stream);
   void add(std::shared_ptr<Task> task);
+  // Is told each time on which stream.
+  void at_replay(std::function<void(Stream&)> note);
   void end();
   void replay() const;
 
@@ -120,6 +130,7 @@ class Graph {
   Stream* stream_ = nullptr;
   c10::DeviceIndex device_ = 0;
   std::vector<std::shared_ptr<Task>> tasks_;
+  std::vector<std::function<void(Stream&)>> notes_;
 };
 
 Stream& stream_at(c10::DeviceIndex device, c10::StreamId id);
@@ -133,7 +144,10 @@ Stream& current_stream(c10::DeviceIndex device);
 void set_current_stream(Stream& stream);
 Stream& new_stream(c10::DeviceIndex device);
 Stream& pooled_stream(c10::DeviceIndex device);
+void for_each_stream(c10::DeviceIndex device, const std::function<void(Stream&)>& visit);
 void synchronize_device(c10::DeviceIndex device);
+// As a program does: what it launches afterwards comes after the stream's work.
+void host_waits_for(Stream& stream);
 int64_t pending_on_device(c10::DeviceIndex device);
 void set_strict(bool value);
 

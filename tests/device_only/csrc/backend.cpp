@@ -272,6 +272,11 @@ class DeviceOnly final : public Backend {
 
   // What the queue of a device does by itself on hardware.
   void drive() {
+    // What it waits for, no program has waited for.
+    c10::Dispatcher::singleton()
+        .findSchemaOrThrow("dataparallel_virtual::act_as_hardware", "")
+        .typed<void()>()
+        .call();
     for (;;) {
       std::shared_ptr<Collective> next;
       {
