@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel import devices
+from dataparallel import devices, virtual
 
 CPU = torch.device("cpu")
 VIRTUAL = [torch.device("virtual", i) for i in range(4)]
@@ -106,14 +106,16 @@ def test_shares_use_all_threads_and_starve_no_slot(threads: int, slots: list[tor
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_is_kept_for_a_recorded_stream(recorded: bool) -> None:
     """Freed memory is poisoned, unless a stream that still reads it was recorded."""
-    tensor, stream = torch.ones(4, device=VIRTUAL[0]), torch.Stream(VIRTUAL[0])
-    with stream:
-        result = tensor + 2
-    if recorded:
-        devices.record_stream(tensor, stream)
-    del tensor
-    stream.synchronize()
-    assert (result.tolist() == [3.0] * 4) == recorded
+    with virtual.check_races(recorded):
+        tensor, stream = torch.ones(4, device=VIRTUAL[0]), torch.Stream(VIRTUAL[0])
+        devices.wait_stream(stream, devices.current_stream(VIRTUAL[0]))
+        with stream:
+            result = tensor + 2
+        if recorded:
+            devices.record_stream(tensor, stream)
+        del tensor
+        stream.synchronize()
+        assert (result.tolist() == [3.0] * 4) == recorded
 
 
 def test_threads_within_one_stream_leave_it_as_they_came() -> None:
