@@ -215,6 +215,7 @@ def test_a_future_is_completed_behind_the_work_on_its_stream() -> None:
     model = DistributedDataParallel(nn.Linear(3, 1).to(device), [device])
     model.register_comm_hook(None, hook)
     side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream(device))
     with side:
         model(torch.ones(2, 3, device=device)).sum().backward()
         assert model.module.weight.grad is not None

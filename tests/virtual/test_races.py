@@ -200,7 +200,9 @@ FREED = (
 )
 
 
-@pytest.mark.parametrize("how", ["nothing", "recorded", "awaited", "awaited late"])
+@pytest.mark.parametrize(
+    "how", ["nothing", "recorded", "behind the recorded", "awaited", "awaited late"]
+)
 def test_memory_freed_while_a_stream_uses_it(stream: torch.Stream, how: str) -> None:
     x = ones()
     stream.wait_stream(default())
@@ -208,10 +210,14 @@ def test_memory_freed_while_a_stream_uses_it(stream: torch.Stream, how: str) -> 
         x * 2
     if how == "recorded":
         x.record_stream(stream)
+    if how == "behind the recorded":
+        other = torch.Stream("virtual:0")
+        other.wait_stream(stream)
+        x.record_stream(other)
     if how == "awaited":
         default().wait_stream(stream)
     del x
-    if how in ("recorded", "awaited"):
+    if how not in ("nothing", "awaited late"):
         ones()
     else:
         if how == "awaited late":

@@ -352,9 +352,10 @@ void note_free(const Block& block) {
   {
     std::lock_guard<std::mutex> lock(clocks_mutex());
     for (const Access& access : block.accesses) {
-      const auto& users = block.users;
-      const bool recorded = std::find(users.begin(), users.end(), access.stream) != users.end();
-      if (!recorded && !is_before(access, block.owner)) {
+      // What is before the work of a recorded stream is awaited with it.
+      const auto is_awaited = [&](const Stream* user) { return is_before(access, *user); };
+      if (!is_before(access, block.owner) &&
+          std::none_of(block.users.begin(), block.users.end(), is_awaited)) {
         freed.use = access;
       }
     }
