@@ -21,6 +21,7 @@ import contextlib
 import contextvars
 import datetime
 import functools
+import logging
 import importlib
 import inspect
 import operator
@@ -1073,8 +1074,20 @@ def keep_parameters_between(kind: str, other: str = "cpu") -> None:
                 device = _private("torch._C._nn._parse_to")(*args, **kwargs)[0]
                 target = "" if device is None else device.type
             tensors = (*module.parameters(), *module.buffers())
-            with parameters_kept({target, *(each.device.type for each in tensors)} == pair):
-                return move(module, *args, **kwargs)
+            kept = {target, *(each.device.type for each in tensors)} == pair
+            try:
+                with parameters_kept(kept):
+                    return move(module, *args, **kwargs)
+            except RuntimeError as error:
+                if not kept or "Couldn't swap" not in str(error):
+                    raise
+            # Torch swaps no parameter of which a graph knows, as with weight norm by hooks.
+            logging.getLogger("dataparallel").warning(
+                "parameters of %s belong to a graph, so torch makes new ones on the other device: "
+                "make optimizers, and tie parameters, after the move",
+                type(module).__name__,
+            )
+            return move(module, *args, **kwargs)
 
         return moved
 

@@ -43,7 +43,7 @@ Net = dp.DataParallel[nn.Module]
 
 
 def wrapped(kind: str = "ddp") -> Net:
-    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 4))
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.GroupNorm(8, 64), nn.Linear(64, 4))
     if kind == "virtual":
         virtual.enable(2)
         return dp.DistributedDataParallel(net.to("virtual:0"), ["virtual:0", "virtual:1"])
