@@ -21,9 +21,9 @@ import contextlib
 import contextvars
 import datetime
 import functools
-import logging
 import importlib
 import inspect
+import logging
 import operator
 import re
 import sys
