@@ -165,7 +165,11 @@ def is_capturing(device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
+    if ask is None:
+        return False
+    # It asks about the current device.
+    with use_device(device):
+        return bool(ask())
 
 
 #: By type of device, what the class of its graphs is called.

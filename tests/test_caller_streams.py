@@ -48,10 +48,43 @@ class Meeting(nn.Module):
         return result
 
 
+@functools.cache
+def own_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+class OwnStream(nn.Module):
+    """Takes what comes in, and gives what goes out, on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self._apart(self.net(self._apart(x)))
+        return result
+
+    def _apart(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return x * 2
+        own, current = own_stream(x.device), devices.current_stream(x.device)
+        devices.wait_stream(own, current)
+        with devices.use_stream(own):
+            result = x * 2
+        devices.record_stream(x, own)
+        devices.wait_stream(current, own)
+        devices.record_stream(result, current)
+        return result
+
+
 def net() -> nn.Module:
     torch.manual_seed(1)
     layers = [nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)]
     return nn.Sequential(*layers)
+
+
+def encoder() -> nn.Module:
+    return nn.Linear(20, 20)
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -87,14 +120,14 @@ def by_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def behind_encoder(encoder: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return mean_square(model, encoder(x), y)
+def behind_encoder(first: Any, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mean_square(model, first(x), y)
 
 
 def meeting(model: Any, x: Tensor, y: Tensor) -> Tensor:
     shared = torch.eye(40, device=x.device).requires_grad_()
     sent = dp.Replicate(shared * 2) if hasattr(model, "device_ids") else shared * 2
-    loss = nn.functional.mse_loss(model(x, sent), y)
+    loss: Tensor = nn.functional.mse_loss(model(x, sent), y)
     (of_shared,) = torch.autograd.grad(loss, shared, retain_graph=True)
     return loss + of_shared.detach().sum()
 
@@ -127,18 +160,20 @@ def as_is(module: nn.Module, _: Devices) -> nn.Module:
     return module
 
 
-#: Per case how to wrap the modules, what makes them, and how a loss is computed.
-CASES: dict[str, tuple[list[Wrap], Callable[[], nn.Module], Callable[..., Tensor]]] = {
-    "DataParallel": ([DataParallel], net, mean_square),
-    "DDP": ([DistributedDataParallel], net, mean_square),
-    "loss": ([DistributedDataParallel], net, by_loss),
-    "encoder": ([as_is, DataParallel], lambda: nn.Linear(20, 20), behind_encoder),
-    "capture": ([captured], net, mean_square),
-    "nested": ([nested], net, mean_square),
-    "two DataParallel": ([DataParallel, turned(DataParallel)], net, of_two),
-    "two DDP": ([DistributedDataParallel, turned(DistributedDataParallel)], net, of_two),
-    "meeting DataParallel": ([DataParallel], Meeting, meeting),
-    "meeting DDP": ([DistributedDataParallel], Meeting, meeting),
+#: Per case how modules are wrapped, what makes them, and how a loss is computed with them.
+CASES: dict[str, tuple[list[Wrap], list[Callable[[], nn.Module]], Callable[..., Tensor]]] = {
+    "DataParallel": ([DataParallel], [net], mean_square),
+    "DDP": ([DistributedDataParallel], [net], mean_square),
+    "loss": ([DistributedDataParallel], [net], by_loss),
+    "encoder": ([as_is, DataParallel], [encoder, net], behind_encoder),
+    "own streams DataParallel": ([as_is, DataParallel], [encoder, OwnStream], behind_encoder),
+    "own streams DDP": ([as_is, DistributedDataParallel], [encoder, OwnStream], behind_encoder),
+    "capture": ([captured], [net], mean_square),
+    "nested": ([nested], [net], mean_square),
+    "two DataParallel": ([DataParallel, turned(DataParallel)], [net, net], of_two),
+    "two DDP": ([DistributedDataParallel, turned(DistributedDataParallel)], [net, net], of_two),
+    "meeting DataParallel": ([DataParallel], [Meeting], meeting),
+    "meeting DDP": ([DistributedDataParallel], [Meeting], meeting),
 }
 
 
@@ -158,6 +193,7 @@ SCHEDULES: list[Callable[[], list[torch.Stream]]] = [
     lambda: [default_stream(0)],
     lambda: [default_stream(1), default_stream(2)],
     lambda: [copy_stream(0), default_stream(1), copy_stream(2)],
+    lambda: list(map(own_stream, DEVICES)),
 ]
 
 
@@ -203,10 +239,10 @@ def in_thread(work: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("order", FIRST, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_training(name: str, order: Sequence[int], sides: Sequence[int]) -> None:
-    wraps, make, loss_of = CASES[name]
+    wraps, makes, loss_of = CASES[name]
     places = [DEVICES[index] for index in order]
     torch.manual_seed(2)
-    bare = [make() if i == 0 else net() for i in range(len(wraps))]
+    bare = [make() for make in makes]
     kept = copy.deepcopy(bare)
     expected = train(bare, loss_of, torch.device("cpu"))
 

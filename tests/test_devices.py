@@ -146,6 +146,12 @@ def test_threads_within_one_stream_leave_it_as_they_came() -> None:
         assert list(pool.map(work, range(2))) == [True, True]
 
 
+def test_a_device_is_capturing_whichever_is_current() -> None:
+    with devices.recording(torch.Stream(VIRTUAL[1]), object()), devices.use_device(VIRTUAL[0]):
+        assert list(map(devices.is_capturing, VIRTUAL[:2])) == [False, True]
+    assert not devices.is_capturing(VIRTUAL[1])
+
+
 def test_what_is_recorded() -> None:
     stream = torch.Stream(VIRTUAL[0])
     sparse = torch.eye(3, device=VIRTUAL[0]).to_sparse()

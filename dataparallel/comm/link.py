@@ -237,7 +237,7 @@ class ProcessLink:
     def give_up(self) -> None:
         """Close all connections, since processes may be at different collectives."""
         if self._finalizer.detach() is not None:
-            _release(self._holder, 0.0)
+            _release(self._holder, 0.0, aborts=True)
 
     def failed(
         self, where: str, started: float, reason: str | None = None, *, timed_out: bool = False
@@ -440,13 +440,21 @@ def _make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.Pr
     return group
 
 
-def _release(holder: list[dist.ProcessGroup], seconds: float = _RELEASE_TIMEOUT) -> None:
-    """Give the connections and threads of a group back."""
+def _release(
+    holder: list[dist.ProcessGroup], seconds: float = _RELEASE_TIMEOUT, *, aborts: bool = False
+) -> None:
+    """Give the connections and threads of a group back, at once if it ``aborts`` collectives."""
 
     def release() -> None:
         group = holder.pop()
         # Otherwise the user has destroyed all groups already, or does so just now.
         if torch_internals.is_registered(group):
+            for device in torch_internals.group_devices(group) if aborts else ():
+                # Destroying waits for kernels on the device, which wait for processes that will
+                # not come. On the host it ends waits by closing connections.
+                if _devices.is_accelerator(device):
+                    with contextlib.suppress(AttributeError, RuntimeError):
+                        torch_internals.group_backend(group, device).abort()
             with contextlib.suppress(KeyError, ValueError):
                 dist.destroy_process_group(group)
 

@@ -25,9 +25,10 @@ its backward uses these: they are behind what has computed the gradients there, 
 backward allocates and frees belongs to the streams that use it.
 
 Only what a module has computed on a stream that is not its caller's is ready on the node's own
-stream alone, for which the other devices' streams therefore wait. :class:`ReplicaEdges` leaves that
-wait out: no copy of a gradient would begin before its home had computed all of its own. Such a
-module's next gradient, which goes back to its caller's stream, comes after the parameters'.
+stream alone, and is memory of another one. So the other devices' streams wait for that, and the few
+gradients are recorded. :class:`ReplicaEdges` leaves both out: no copy of a gradient would begin
+before its home had computed all of its own. Such a module's next gradient, which goes back to its
+caller's stream, comes after the parameters'.
 """
 
 from __future__ import annotations
@@ -66,12 +67,15 @@ def apply_in_backward(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
+def _is_batched(grad: torch.Tensor) -> bool:
+    by_autograd: bool = torch_internals.is_batched_by_autograd(grad)
+    return by_autograd or bool(torch_internals.is_batched_by_vmap(grad))
+
+
 def refuse_batched(grads: Iterable[Any]) -> None:
     """Raise for gradients that stand for many: they have no memory to copy, and no other thread."""
     for grad in grads:
-        if isinstance(grad, torch.Tensor) and (
-            torch_internals.is_batched_by_autograd(grad) or torch_internals.is_batched_by_vmap(grad)
-        ):
+        if isinstance(grad, torch.Tensor) and _is_batched(grad):
             raise RuntimeError(
                 "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) do not "
                 "go through several replicas; compute one after the other (vectorize=False), or "
@@ -111,12 +115,15 @@ class NodeStreams:
             self._given, self._made = map(_devices.current_streams, (places, results))
         self._waits = waits
 
-    def in_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Use them within a ``with`` block, in order with the node's own stream."""
-        return self._within() if self._all else contextlib.nullcontext()
+    def in_backward(self, grads: Iterable[Any] = ()) -> contextlib.AbstractContextManager[None]:
+        """Use them within a ``with`` block, in order with the node's own stream.
+
+        Gradients that are ready there alone may be memory of other streams.
+        """
+        return self._within(grads) if self._all else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _within(self) -> Iterator[None]:
+    def _within(self, grads: Iterable[Any]) -> Iterator[None]:
         kind = self._all[0].device.type
         # The engine has made the device of the node's stream current, if it has one.
         here = torch.device(kind, torch.get_device_module(kind).current_device())
@@ -124,6 +131,10 @@ class NodeStreams:
         before = _devices.current_streams([stream.device for stream in self._made])
         for stream in self._given if self._waits else ():
             _devices.wait_stream(stream, own)
+        reading = {stream.device: stream for stream in self._given} if self._waits else {}
+        for grad in grads if reading else ():
+            if isinstance(grad, torch.Tensor) and not _is_batched(grad):
+                _devices.record_stream(grad, reading.get(grad.device))
         with _devices.use_streams(self._all):
             yield
         for stream, current in zip(self._made, before, strict=True):
@@ -136,7 +147,7 @@ def on_streams_of_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def within(ctx: Any, *grads: Any) -> Any:
-        with ctx.streams.in_backward():
+        with ctx.streams.in_backward(grads):
             return backward(ctx, *grads)
 
     return within

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dataparallel import checkpoint
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
@@ -98,6 +99,31 @@ def test_new_links_let_nothing_be_forgotten(cluster: Cluster) -> None:
     assert "for 'left' over 2 processes" in first[0]
     assert second[0].startswith("rank 1:") and "for 'right' over 2 processes" in second[0]
     check([first[1], second[1]], train_bare(numbers=[0]))
+
+
+def give_up_what_is_under_way(rank: int, size: int) -> str:
+    """Rank 0 has launched what rank 1 does not come to, with a minute left for it."""
+    here = f"virtual:{rank}"
+    link = ProcessLink(timeout=60, purpose="extra")
+    reason = ""
+    if rank == 0:
+        with torch.Stream(here):
+            pending = link.all_reduce(torch.ones(3, device=here), what="a tensor")
+            pending.wait()
+        link.give_up()
+        deadline = time.monotonic() + 20
+        while not pending.done() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        reason = str(pending.reason()) if pending.done() else "it is still under way"
+    # Until then the connections are open.
+    dist.barrier()
+    return reason
+
+
+def test_what_is_given_up_ends(cluster: Cluster) -> None:
+    backend = "cpu:gloo,virtual:vccl"
+    reason, _ = cluster.run(give_up_what_is_under_way, 2, virtual=True, backend=backend)
+    assert reason and "still under way" not in reason, reason
 
 
 def die_in_a_step(rank: int, size: int) -> str:

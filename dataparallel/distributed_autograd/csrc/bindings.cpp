@@ -41,7 +41,7 @@ using namespace dataparallel;
 // Whoever waits for a lock of ours must not hold the interpreter: nodes and tensors may want it.
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module, py::mod_gil_not_used()) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // Errors of torch and of Python code below it become what they are elsewhere in torch.
   py::register_local_exception_translator([](std::exception_ptr error) {
     if (error) {

@@ -107,7 +107,16 @@ class DeviceOnly final : public Backend {
   void setTimeout(std::chrono::milliseconds timeout) override {
     comm_->gloo->setTimeout(timeout);
   }
+  // Waits for kernels, as NCCL's: one whose peer never comes ends by abort(), or by the time limit
+  // that NCCL's kernels do not have.
   void shutdown() override {
+    {
+      const auto released = without_lock();
+      std::unique_lock<std::mutex> lock(comm_->mutex);
+      comm_->changed.wait(lock, [this] {
+        return comm_->finished == comm_->launched || !comm_->failure.empty();
+      });
+    }
     stop();
   }
   void abort() override {
@@ -116,6 +125,7 @@ class DeviceOnly final : public Backend {
       if (comm_->failure.empty()) {
         comm_->failure = "abort() was called";
       }
+      comm_->changed.notify_all();
     }
     try {
       comm_->gloo->abort();
@@ -149,7 +159,7 @@ class DeviceOnly final : public Backend {
       auto plain = options;
       plain.reduceOp = average ? ReduceOp(ReduceOp::SUM) : options.reduceOp;
       Tensors sent{flat(written[0])};
-      gloo().allreduce(sent, plain)->wait();
+      complete(gloo().allreduce(sent, plain));
       if (average) {
         const bool real = sent[0].is_floating_point() || sent[0].is_complex();
         real ? sent[0].div_(getSize()) : sent[0].div_(getSize(), "trunc");
@@ -160,7 +170,7 @@ class DeviceOnly final : public Backend {
     check_one(tensors);
     return launch(OpType::BROADCAST, tensors, {}, [=, this](auto& written, auto&) {
       Tensors sent{flat(written[0])};
-      gloo().broadcast(sent, options)->wait();
+      complete(gloo().broadcast(sent, options));
     });
   }
   WorkPtr allgather(
@@ -171,7 +181,7 @@ class DeviceOnly final : public Backend {
     return launch(OpType::ALLGATHER, outputs[0], inputs, [=, this](auto& written, auto& read) {
       std::vector<Tensors> results{written};
       Tensors sent{read[0].contiguous()};
-      gloo().allgather(results, sent, options)->wait();
+      complete(gloo().allgather(results, sent, options));
     });
   }
   WorkPtr _allgather_base(
@@ -180,7 +190,7 @@ class DeviceOnly final : public Backend {
       const AllgatherOptions& options) override {
     return launch(OpType::_ALLGATHER_BASE, {output}, {input}, [=, this](auto& to, auto& from) {
       at::Tensor result = to[0], sent = from[0].contiguous();
-      gloo()._allgather_base(result, sent, options)->wait();
+      complete(gloo()._allgather_base(result, sent, options));
     });
   }
   WorkPtr alltoall_base(
@@ -192,13 +202,23 @@ class DeviceOnly final : public Backend {
     return launch(OpType::ALLTOALL_BASE, {output}, {input}, [=, this](auto& to, auto& from) {
       at::Tensor result = to[0], sent = from[0].contiguous();
       auto received = gets, given = gives;
-      gloo().alltoall_base(result, sent, received, given, options)->wait();
+      complete(gloo().alltoall_base(result, sent, received, given, options));
     });
   }
 
  private:
   Backend& gloo() const {
     return *comm_->gloo;
+  }
+
+  // Not longer than until abort().
+  void complete(const WorkPtr& work) const {
+    while (!work->isCompleted()) {
+      std::unique_lock<std::mutex> lock(comm_->mutex);
+      TORCH_CHECK(comm_->failure.empty(), "communicator was aborted: ", comm_->failure);
+      comm_->changed.wait_for(lock, std::chrono::microseconds(100));
+    }
+    work->wait();
   }
 
   void split() {
