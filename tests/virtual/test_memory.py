@@ -167,10 +167,42 @@ def test_statistics() -> None:
     torch.accelerator.reset_peak_memory_stats(1)
     assert torch.accelerator.max_memory_allocated(1) == before
     stats = torch.accelerator.memory_stats(1)
-    assert stats["allocated_bytes.all.current"] == virtual.memory_reserved(1) == before
+    assert stats["allocated_bytes.all.current"] == before < virtual.memory_reserved(1)
     virtual.empty_cache()
+    assert virtual.memory_reserved(1) == before
     free, total = virtual.mem_get_info(1)
     assert 0 < free <= total
+
+
+def test_memory_of_a_recorded_stream_is_active_until_that_has_passed(stream: torch.Stream) -> None:
+    virtual.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(0)
+    start = virtual.memory_stats(0)
+
+    def grown() -> list[int]:
+        """Bytes allocated, active and reserved, and the peaks of these."""
+        stats, kinds = virtual.memory_stats(0), ("allocated", "active", "reserved")
+        keys = [f"{k}_bytes.all.{which}" for which in ("current", "peak") for k in kinds]
+        return [stats[key] - start[key] for key in keys]
+
+    x = torch.ones(250, device="virtual:0")
+    stream.wait_stream(virtual.current_stream(0))
+    with stream:
+        x.add_(1)
+    x.record_stream(stream)
+    del x
+    assert grown() == [0, 1000, 1000] + [1000] * 3
+    # What is active cannot be handed out.
+    x = torch.ones(250, device="virtual:0")
+    assert grown() == [1000, 2000, 2000, 1000, 2000, 2000]
+    stream.synchronize()
+    del x
+    assert grown() == [0, 0, 2000, 1000, 2000, 2000]
+    x = torch.ones(300, device="virtual:0")
+    assert grown() == [1200, 1200, 2000, 1200, 2000, 2000]
+    del x
+    virtual.empty_cache()
+    assert grown()[:3] == [0, 0, 0]
 
 
 # --- limits --------------------------------------------------------------------------------------

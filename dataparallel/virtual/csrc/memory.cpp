@@ -25,6 +25,13 @@ struct alignas(64) Usage {
   std::atomic<int64_t> retired_bytes{0};
   std::atomic<int64_t> bytes{0};
   std::atomic<int64_t> peak_bytes{0};
+  // Of tensors, and of freed blocks that recorded streams may still use.
+  std::atomic<int64_t> active_bytes{0};
+  std::atomic<int64_t> peak_active_bytes{0};
+  // All of that, and what streams keep to hand it out again.
+  std::atomic<int64_t> reserved_bytes{0};
+  std::atomic<int64_t> peak_reserved_bytes{0};
+  std::atomic<int64_t> retries{0};
   std::atomic<int64_t> blocks{0};
   std::atomic<int64_t> peak_blocks{0};
   std::atomic<int64_t> bytes_ever{0};
@@ -40,8 +47,36 @@ void raise_to(std::atomic<int64_t>& peak, int64_t value) {
   }
 }
 
-void account_allocation(c10::DeviceIndex device, size_t nbytes) {
+void release_cached(c10::DeviceIndex device) {
+  for_each_stream(device, [&](Stream& stream) {
+    usages[static_cast<size_t>(device)].reserved_bytes.fetch_sub(stream.cached_bytes.exchange(0));
+  });
+}
+
+// What the owner has freed before is handed out first, however it is divided into blocks.
+void account_reserved(Stream& owner, int64_t amount) {
+  Usage& usage = usages[static_cast<size_t>(owner.device)];
+  raise_to(usage.peak_active_bytes, usage.active_bytes.fetch_add(amount) + amount);
+  int64_t cached = owner.cached_bytes.load();
+  while (!owner.cached_bytes.compare_exchange_weak(cached, cached - std::min(cached, amount))) {
+  }
+  const int64_t added = amount - std::min(cached, amount);
+  if (usage.reserved_bytes.fetch_add(added) + added > usage.limit.load()) {
+    release_cached(owner.device);
+    usage.retries.fetch_add(1);
+  }
+  raise_to(usage.peak_reserved_bytes, usage.reserved_bytes.load());
+}
+
+void account_inactive(Stream& owner, size_t nbytes) {
   const auto amount = static_cast<int64_t>(nbytes);
+  usages[static_cast<size_t>(owner.device)].active_bytes.fetch_sub(amount);
+  owner.cached_bytes.fetch_add(amount);
+}
+
+void account_allocation(Stream& owner, size_t nbytes) {
+  const auto amount = static_cast<int64_t>(nbytes);
+  const c10::DeviceIndex device = owner.device;
   Usage& usage = usages[static_cast<size_t>(device)];
   const int64_t bytes = usage.bytes.fetch_add(amount) + amount;
   const int64_t limit = usage.limit.load(std::memory_order_relaxed);
@@ -52,6 +87,7 @@ void account_allocation(c10::DeviceIndex device, size_t nbytes) {
         " is out of memory. Tried to allocate ", amount, " bytes; ", bytes - amount,
         " are in use, and dataparallel.virtual.set_memory_limit allows ", limit, ".");
   }
+  account_reserved(owner, amount);
   raise_to(usage.peak_bytes, bytes);
   raise_to(usage.peak_blocks, usage.blocks.fetch_add(1) + 1);
   usage.bytes_ever.fetch_add(amount, std::memory_order_relaxed);
@@ -81,9 +117,16 @@ class RetireTask final : public Task {
   explicit RetireTask(std::shared_ptr<Retirement> retirement)
       : retirement_(std::move(retirement)) {}
   void run() override {
+    if (retirement_->remaining.fetch_sub(1) != 1) {
+      return;
+    }
+    Block& block = *retirement_->block;
     // Whoever still refers to the block now is queued on a stream that had no right to it.
-    if (retirement_->remaining.fetch_sub(1) == 1 && retirement_->block.use_count() > 1) {
-      poison(retirement_->block->memory.get(), retirement_->block->nbytes);
+    if (retirement_->block.use_count() > 1) {
+      poison(block.memory.get(), block.nbytes);
+    }
+    if (!block.users.empty()) {
+      account_inactive(block.owner, block.nbytes);
     }
   }
   std::string name() const override {
@@ -104,13 +147,16 @@ void release_block(void* context) {
   if (checks_races()) {
     note_free(*block);
   }
-  if (block.use_count() == 1) {
-    return;  // Nothing queued refers to it.
-  }
   std::vector<Stream*> streams;
   {
     std::lock_guard<std::mutex> lock(block->mutex);
     streams = block->users;
+  }
+  if (streams.empty()) {
+    account_inactive(block->owner, block->nbytes);
+    if (block.use_count() == 1) {
+      return;  // Nothing queued refers to it.
+    }
   }
   streams.push_back(&block->owner);
   block->retire();
@@ -143,7 +189,11 @@ class VirtualAllocator final : public c10::DeviceAllocator {
   bool initialized() override {
     return device_count() > 0;
   }
-  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {}
+  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
+    for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
+      release_cached(device);
+    }
+  }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     if (auto block = block_of(data)) {
       block->record(stream_of(stream));
@@ -157,8 +207,10 @@ class VirtualAllocator final : public c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     // Only the sum over all pools: there is no division into small and large blocks here.
     stats.allocation[0] = stats.active[0] = stats.segment[0] = blocks;
-    stats.allocated_bytes[0] = stats.active_bytes[0] = bytes;
-    stats.reserved_bytes[0] = stats.requested_bytes[0] = bytes;
+    stats.allocated_bytes[0] = stats.requested_bytes[0] = bytes;
+    stats.active_bytes[0] = stat(usage.active_bytes, usage.peak_active_bytes, 0, 0);
+    stats.reserved_bytes[0] = stat(usage.reserved_bytes, usage.peak_reserved_bytes, 0, 0);
+    stats.num_alloc_retries = usage.retries;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
@@ -168,6 +220,8 @@ class VirtualAllocator final : public c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex device) override {
     Usage& usage = usages[static_cast<size_t>(checked_index(device))];
     usage.peak_bytes = usage.bytes.load();
+    usage.peak_active_bytes = usage.active_bytes.load();
+    usage.peak_reserved_bytes = usage.reserved_bytes.load();
     usage.peak_blocks = usage.blocks.load();
   }
   // Not marked as overriding: older versions of torch do not have it.
@@ -274,7 +328,7 @@ c10::DataPtr adopt_memory(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex d
   if (checks_races()) {
     note_allocation(*block);
   }
-  account_allocation(device, nbytes);
+  account_allocation(block->owner, nbytes);
   return c10::DataPtr(data, block.release(), &release_block, device_at(device));
 }
 

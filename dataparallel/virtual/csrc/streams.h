@@ -88,6 +88,8 @@ class Stream {
   const c10::DeviceIndex device;
   const c10::StreamId id;
   Progress progress;
+  // Freed memory of this stream's own, to be handed out again.
+  std::atomic<int64_t> cached_bytes{0};
 
  private:
   struct Item {
