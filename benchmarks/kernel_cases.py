@@ -138,7 +138,7 @@ def _tensor_list(case: KernelCase, device: torch.device) -> list[Tensor]:
 
 
 def _is_close(result: Tensor, expected: Tensor, steps: int = 4) -> bool:
-    """Whether no element differs by more than some steps between numbers of about 1. NaN does."""
+    """True if no element differs by more than some steps between numbers of about 1. NaN does."""
     bound = steps * torch.finfo(result.dtype).eps
     return bool(((result.double() - expected.double()).abs() <= bound).all())
 

@@ -135,7 +135,7 @@ _bound = _Bound()
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on ``device`` is queued on streams (everything but the CPU).
+    """True if work on ``device`` is queued on streams (everything but the CPU).
 
     The autograd engine has a thread for it; on the CPU a backward runs in that of its caller.
     """
@@ -161,7 +161,7 @@ def bind_thread(device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what this thread queues on its current stream is recorded in a graph, not run."""
+    """True if what this thread queues on its current stream is recorded in a graph, not run."""
     if device.type == "cpu":
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -177,7 +177,7 @@ _GRAPHS = {"cuda": "CUDAGraph", "virtual": "VirtualGraph"}
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether work on ``device`` can be recorded in a graph and replayed."""
+    """True if work on ``device`` can be recorded in a graph and replayed."""
     return device.type in _GRAPHS
 
 
@@ -338,7 +338,7 @@ def timing_event(device: torch.device) -> torch.Event | None:
 
 
 def runs_behind(device: torch.device) -> bool:
-    """Whether work on a device may happen after the host has issued it."""
+    """True if work on a device may happen after the host has issued it."""
     defers = getattr(torch.get_device_module(device), "defers", None)
     return device.type != "cpu" if defers is None else bool(defers())
 

@@ -135,7 +135,7 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calling a module runs compiled code, of itself or of the module in it."""
+    """True if calling a module runs compiled code, of itself or of the module in it."""
     return compiled_call(module) is not None or "_orig_mod" in module._modules
 
 
@@ -391,7 +391,7 @@ def world() -> Any:
 
 
 def is_registered(group: Any) -> bool:
-    """Whether torch made a process group, and nobody has destroyed it."""
+    """True if torch made a process group, and nobody has destroyed it."""
     return group in world().pg_map
 
 
@@ -576,13 +576,13 @@ def mark_constant(function: FunctionT) -> FunctionT:
 
 
 def is_compilers(function: Any) -> bool:
-    """Whether this is a function of the compiler, which may bear another one's name and module."""
+    """True if this is a function of the compiler, which may bear another one's name and module."""
     names: Any = getattr(function, "__globals__", {})
     return str(names.get("__name__")).startswith("torch._dynamo.")
 
 
 def is_anything_compiled() -> bool:
-    """Whether something was compiled in this process, or is to be, as far as is known."""
+    """True if something was compiled in this process, or is to be, as far as is known."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is not None and not isinstance(frames.compile_lock, type(threading.RLock())):
         # Ours is in its place; what was compiled may be forgotten.
@@ -1023,7 +1023,7 @@ _counting = threading.Lock()
 
 
 def is_caching_parametrizations() -> bool:
-    """Whether this thread, or another one, is within ``parametrize.cached()``."""
+    """True if this thread, or another one, is within ``parametrize.cached()``."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
 
 

@@ -18,11 +18,11 @@ class Backend(ABC):
 
     @abstractmethod
     def serves(self, device: torch.device) -> bool:
-        """Whether kernels can be launched on ``device``. Cheap after the first call."""
+        """True if kernels can be launched on ``device``. Cheap after the first call."""
 
     @abstractmethod
     def can_read(self, reader: torch.device, owner: torch.device) -> bool:
-        """Whether a kernel on ``reader`` can read the memory of ``owner`` through its addresses."""
+        """True if a kernel on ``reader`` can read the memory of ``owner`` through its addresses."""
 
     @abstractmethod
     def most_blocks(self, device: torch.device) -> int:

@@ -57,7 +57,7 @@ def close_to_others(directory: Path) -> None:
 
 
 def is_trusted(path: Path) -> bool:
-    """Whether a file of a closed folder was written by whom it may, and by nobody else since.
+    """True if a file of a closed folder was written by whom it may, and by nobody else since.
 
     False, too, where there is no such file.
     """

@@ -71,7 +71,7 @@ class CupyBackend(Backend):
                 self._kernels.update(_load(device, source))
 
     def _compiles(self, device: torch.device) -> bool:
-        """Whether kernels can be had for a device; the first time, one source is tried.
+        """True if kernels can be had for a device; the first time, one source is tried.
 
         A compiler may lack a part of itself, or not know the device.
         """
@@ -170,7 +170,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _enable_peer(reader: torch.device, owner: torch.device) -> bool:
-    """Whether ``reader`` can address the memory of ``owner``; if so, lets it."""
+    """True if ``reader`` can address the memory of ``owner``; if so, lets it."""
     if not torch.cuda.can_device_access_peer(reader, owner):
         return False
     # Torch enables it at the first copy, and keeps the book of it: the device that is copied from

@@ -213,7 +213,7 @@ def _copy(
     scale: float,
     layout: BucketLayout,
 ) -> bool:
-    """Whether a kernel has copied them."""
+    """True if a kernel has copied them."""
     backend = backend_of(bucket.device)
     if backend is None:
         return False

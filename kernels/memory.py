@@ -56,17 +56,17 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor are in memory as they are."""
+    """True if the values of a tensor are in memory as they are."""
     return addresses_of([tensor]) is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor fills its memory without gaps or overlaps, in any order."""
+    """True if a plain tensor fills its memory without gaps or overlaps, in any order."""
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two plain tensors of one shape have their elements in the same order."""
+    """True if two plain tensors of one shape have their elements in the same order."""
     if first.stride() == second.stride():
         return True
     # The stride of a dimension of one element says nothing.
@@ -77,7 +77,7 @@ def lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two plain tensors have addresses in common, or could have: gaps count too."""
+    """True if two plain tensors have addresses in common, or could have: gaps count too."""
     if first.device != second.device or not first.numel() or not second.numel():
         return False
     return first.data_ptr() < _end(second) and second.data_ptr() < _end(first)

@@ -67,7 +67,7 @@ def _may_share(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _is_array(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether all elements follow each other, in the order of another tensor of the shape."""
+    """True if all elements follow each other, in the order of another tensor of the shape."""
     return is_plain(tensor) and is_dense(tensor) and lie_alike(tensor, like)
 
 

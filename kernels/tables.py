@@ -82,5 +82,5 @@ def hold(device: torch.device, *tables: torch.Tensor) -> None:
 
 
 def _is_captured(device: torch.device) -> bool:
-    """Whether work that is queued on a device now goes to a CUDA graph instead."""
+    """True if work that is queued on a device now goes to a CUDA graph instead."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

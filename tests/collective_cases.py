@@ -312,7 +312,7 @@ def error_of(function: Callable[[], Any]) -> tuple[str, str]:
 
 
 def total(rank: int, group: Any) -> list[float]:
-    """Whether a group works: six at all three members."""
+    """Show that a group works: six at all three members."""
     return everywhere(
         rank, lambda m: float(functional.all_reduce(torch.tensor(m + 1.0), "sum", group))
     )

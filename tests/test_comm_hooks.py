@@ -120,7 +120,7 @@ def reduced(hook: object, dtype: torch.dtype = F32, **options: Any) -> dict[str,
 
 
 def check(found: dict[str, Tensor], factor: complex = 1.0, dtype: torch.dtype = F32) -> None:
-    """Whether these are the gradients of :class:`Known`, times a factor."""
+    """Check that these are the gradients of :class:`Known`, times a factor."""
     for name, parameter in Known().named_parameters():
         numbers = torch.arange(1.0, parameter.numel() + 1).view(parameter.shape)
         torch.testing.assert_close(found[name], (factor * numbers).to(dtype))

@@ -399,7 +399,7 @@ class Keeps(Net):
 
 
 def _past_the_outputs(rank: int, world_size: int) -> None:
-    """Whether it reaches a parameter whose gradients end a bucket (the first layer's) or not."""
+    """Tell if it reaches a parameter whose gradients end a bucket (the first layer's) or not."""
     bare, net = Keeps("cpu", two_layers), Keeps("cpu", two_layers)
     model = wrap(net, 2, average="none")
     outside, failed = "got a gradient outside of the wrapper's backward", "failed in backward: "

@@ -132,7 +132,7 @@ def test_every_module_is_in_a_room() -> None:
 
 
 def may_import(above: str, below: str) -> bool:
-    """Whether a room may import from another one."""
+    """True if a room may import from another one."""
     if above == below or above in TOP or above == "tools":
         return below not in TOP or (above, below) in (("tools", "__init__"), ("__main__", "tools"))
     if below in BESIDE or below in TOP:
@@ -306,7 +306,7 @@ def branches_on_device_type(tree: ast.Module) -> Iterator[str]:
 
 
 def names_a_type(node: ast.AST) -> bool:
-    """Whether a side of a comparison is a string, or a collection of strings."""
+    """True if a side of a comparison is a string, or a collection of strings."""
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return any(names_a_type(element) for element in node.elts)
     return isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -392,7 +392,7 @@ def _another(obj: Any, keys: Sequence[Any], children: Sequence[Any]) -> Any:
 
 
 def may_hold(obj: Any) -> bool:
-    """Whether it takes a look to know that an object holds no tensors."""
+    """True if it takes a look to know that an object holds no tensors."""
     return not isinstance(obj, _OPAQUE)
 
 

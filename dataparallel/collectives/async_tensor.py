@@ -45,7 +45,7 @@ class Work(Protocol):
 
     @property
     def completed(self) -> bool:
-        """Whether somebody has waited, without an error, and this thread can use the tensor."""
+        """True if somebody has waited, without an error, and this thread can use the tensor."""
 
     def wait(self) -> None:
         """Wait until it is written: the host on the CPU, the current stream on an accelerator."""
@@ -141,7 +141,7 @@ class AsyncCollectiveTensor(_TorchAsync):
 
     @property
     def completed(self) -> bool:  # type: ignore[override]
-        """Whether this thread can use the result without a wait."""
+        """True if this thread can use the result without a wait."""
         return self._work.completed
 
     def wait(self) -> Tensor:

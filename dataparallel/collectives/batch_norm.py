@@ -287,7 +287,7 @@ def _forward_of_instance_norm(
 
 
 def _has_others(group: LocalGroup, label: str, replicas: int) -> bool:
-    """Whether a layer of one of so many replicas has others to meet; refuses where it cannot."""
+    """True if a layer of one of so many replicas has others to meet; refuses where it cannot."""
     if replicas > 1 and current_replica() is None:
         raise RuntimeError(
             f"{label} is synchronized between replicas but was called outside of their forward, "
@@ -320,7 +320,7 @@ def _forward(
 
 
 def _is_alone(group: str | LocalGroup, label: str) -> bool:
-    """Whether a group has one member here."""
+    """True if a group has one member here."""
     return place_in(group)[1] == 1 if isinstance(group, str) else _is_only_replica(group, label)
 
 

@@ -374,7 +374,7 @@ class HybridGroup(LocalGroup):
                 link.close()
 
     def is_alone(self) -> bool:
-        """Whether there are no other processes; asks nobody."""
+        """True if there are no other processes; asks nobody."""
         if self._process_group is None and not (dist.is_available() and dist.is_initialized()):
             return True
         return self._parent().size() == 1
@@ -620,5 +620,5 @@ def _hash(text: str) -> int:
 
 
 def _is_usable(link: ProcessLink) -> bool:
-    """Whether no process has failed, and the process group has not been destroyed."""
+    """True if no process has failed, and the process group has not been destroyed."""
     return not link.broken and torch_internals.is_registered(link.group)

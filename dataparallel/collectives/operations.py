@@ -413,7 +413,7 @@ class Node(torch.autograd.Function):
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Whether a node is needed: a level of forward mode may hold a tangent, which must not go."""
+    """True if a node is needed: a level of forward mode may hold a tangent, which must not go."""
     recorded = torch.is_grad_enabled() and tensor.requires_grad
     return recorded or torch_internals.forward_mode_level() >= 0
 

@@ -103,7 +103,7 @@ def run(collective: Collective, tensor: Tensor, name: str) -> Tensor:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether an operator must be seen by somebody; see Note [Eager and traced].
+    """True if an operator must be seen by somebody; see Note [Eager and traced].
 
     True while torch compiles or exports, under fake, proxy and functional modes, and within the
     transforms of ``torch.func``.
@@ -238,7 +238,7 @@ class ProcessWork:
 
     @property
     def completed(self) -> bool:
-        """Whether it is waited for, without an error, and this thread can use the result."""
+        """True if it is waited for, without an error, and this thread can use the result."""
         return self._rest is None and (self._event is None or self._event.query())
 
     def wait(self) -> None:
@@ -371,7 +371,7 @@ class GroupChecks:
             self.failures.ask(lambda store: store.delete_key(old))
 
     def _all_go_together(self) -> bool:
-        """Whether all have come, and with the same collective."""
+        """True if all have come, and with the same collective."""
         ranks = self.failures.ranks
         keys = [self._key(self.number, i) for i in range(len(ranks))]
         found = self.failures.ask(

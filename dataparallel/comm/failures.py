@@ -113,12 +113,12 @@ class Failure:
 
     @property
     def is_cause(self) -> bool:
-        """Whether this process is why others wait in vain."""
+        """True if this process is why others wait in vain."""
         return self.kind not in ("waiting", "timed out")
 
     @property
     def is_final(self) -> bool:
-        """Whether it cannot take part in new links, either."""
+        """True if it cannot take part in new links, either."""
         return self.kind in ("ended", "cut off")
 
     def __str__(self) -> str:
@@ -175,7 +175,7 @@ def namespace(kind: str) -> str:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process of this space is no longer there."""
+    """True if a process of this space is no longer there."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError as error:
@@ -357,7 +357,7 @@ class Failures:
         return self.ends.get(generation)
 
     def has_lost_another(self) -> bool:
-        """Whether another rank has failed, as far as it can be seen now."""
+        """True if another rank has failed, as far as it can be seen now."""
         return self.while_waiting() is not None or self._gone() is not None
 
     def _gone(self) -> Failure | None:

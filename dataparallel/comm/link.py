@@ -118,7 +118,7 @@ class Pending:
                 target.copy_(self.sent)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if it has ended, well or not."""
         result = self._result()
         return bool(self.work.is_completed() if result is None else result.done())
 
@@ -215,7 +215,7 @@ class ProcessLink:
         self._finalizer()
 
     def blocks(self, device: torch.device) -> bool:
-        """Whether the host waits for collectives of tensors on a device."""
+        """True if the host waits for collectives of tensors on a device."""
         return device.type not in self.backends or not _devices.is_accelerator(device)
 
     # --- failures --------------------------------------------------------------------------------

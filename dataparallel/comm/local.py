@@ -96,7 +96,7 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
-    """Whether a copy from ``source`` to ``device`` may happen after the call has returned."""
+    """True if a copy from ``source`` to ``device`` may happen after the call has returned."""
     if not _devices.is_accelerator(device):
         return False
     if _devices.is_accelerator(source.device):
@@ -127,7 +127,7 @@ def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> li
 
 
 def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether a tensor is small and lies in memory without gaps, its elements as in another one."""
+    """True if a tensor is small and lies in memory without gaps, its elements as in another one."""
     is_small = tensor.layout == torch.strided and tensor.nbytes < LARGE_BYTES
     return is_small and is_dense(tensor) and lie_alike(tensor, like)
 

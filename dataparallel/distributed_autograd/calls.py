@@ -324,7 +324,7 @@ def current_endpoint() -> Endpoint:
 
 
 def is_async(function: Any) -> bool:
-    """Whether a function returns a future of its result."""
+    """True if a function returns a future of its result."""
     return hasattr(function, torch_internals.ASYNC_MARK)
 
 

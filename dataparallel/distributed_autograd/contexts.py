@@ -331,7 +331,7 @@ class _ContextPasses(BackwardPasses):
         return IN_GRAD if under_way is None else _ContextHome(under_way.context())
 
     def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Whether outputs were computed from what other workers have sent in this context."""
+        """True if outputs were computed from what other workers have sent in this context."""
         found = current_context()
         flat = [tensor for replica in outputs for tensor in replica]
         return found is not None and bool(found.reached_by(flat))

@@ -106,7 +106,7 @@ class RRef(Generic[T]):
         return str(self.owner().name)
 
     def is_owner(self) -> bool:
-        """Whether this worker owns the value.
+        """True if this worker owns the value.
 
         Example::
 

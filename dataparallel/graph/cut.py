@@ -438,7 +438,7 @@ class Cut:
             self._running = False
 
     def _comes_in(self, task: int) -> bool:
-        """Whether this cut runs later in a backward."""
+        """True if this cut runs later in a backward."""
         node = self._node()
         return node is not None and self._task != task and will_execute(node)
 

@@ -76,7 +76,7 @@ class BackwardPasses:
         return IN_GRAD
 
     def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Whether a backward from the outputs of the replicas goes on to other workers."""
+        """True if a backward from the outputs of the replicas goes on to other workers."""
         return False
 
 
@@ -169,7 +169,7 @@ class OriginalHooks:
         return next(filter(None, failures), None)
 
     def wait(self, waits: bool) -> None:
-        """Whether hooks that run after accumulation are left to :meth:`delivered`."""
+        """Tell if hooks that run after accumulation are left to :meth:`delivered`."""
         for recorder in self._recorders.values():
             recorder.wait(waits)
 

@@ -104,7 +104,7 @@ class _Step:
         return taken[::-1]
 
     def has_ended(self, *, optimizer_known: bool, max_forwards: int) -> bool:
-        """Whether a forward that begins now belongs to the next step."""
+        """True if a forward that begins now belongs to the next step."""
         return bool(self.spans) and (
             self.had_optimizer
             or not self.trains
@@ -219,7 +219,7 @@ class StepAssembler:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether a forward that begins now would begin a step, as far as that is known."""
+        """True if a forward that begins now would begin a step, as far as that is known."""
         step = self._step
         return step is not None and (not step.spans or self._has_ended(step))
 

@@ -249,7 +249,7 @@ def _sockets() -> list[tuple[int, int, Path]]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a run listens, also one that is busy."""
+    """True if a run listens, also one that is busy."""
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(BlockingIOError):
         return _connect(probe, path)
     return True

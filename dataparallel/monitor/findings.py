@@ -492,7 +492,7 @@ def _across(totals: RunTotals, info: RunInfo) -> Finding:
 
 
 def _threads(totals: RunTotals, info: RunInfo) -> Finding | None:
-    """Whether more threads compute on the CPU than there are processors."""
+    """Tell if more threads compute on the CPU than there are processors."""
     num_replicas = sum(device == "cpu" for device in info.devices)
     processes, each = info.local_world_size, max(info.num_threads, num_replicas)
     share = max(1, int(info.num_cpus / processes))
@@ -525,7 +525,7 @@ def _threads(totals: RunTotals, info: RunInfo) -> Finding | None:
 
 
 def _host_bound(totals: RunTotals, info: RunInfo) -> Finding | None:
-    """Whether devices wait for the host to issue work. See Note [Host-bound phases]."""
+    """Tell if devices wait for the host to issue work. See Note [Host-bound phases]."""
     telling = totals.mean("backward") or totals.mean("forward")
     if totals.host_bound < telling / 2 or not totals.host_bound:
         return None
@@ -540,7 +540,7 @@ def _host_bound(totals: RunTotals, info: RunInfo) -> Finding | None:
 
 
 def _buckets(totals: RunTotals, info: RunInfo) -> Finding | None:
-    """Whether gradients are reduced in many pieces that are small."""
+    """Tell if gradients are reduced in many pieces that are small."""
     size = 4 * info.num_parameters / max(1, info.num_buckets)
     if info.num_buckets < _MANY_BUCKETS or size >= _SMALL_BUCKET:
         return None
@@ -556,7 +556,7 @@ def _buckets(totals: RunTotals, info: RunInfo) -> Finding | None:
 
 
 def _memory(totals: RunTotals, state: RunState) -> Finding | None:
-    """Whether a device has hardly enough memory."""
+    """Tell if a device has hardly enough memory."""
     each = zip(state.memory_retries, state.memory_peak, state.memory_total, strict=True)
     # The CPU tells no total.
     used = [(retries, peak / (total or math.inf)) for retries, peak, total in each]

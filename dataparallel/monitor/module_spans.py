@@ -187,7 +187,7 @@ class _Forward:
         self._span.__enter__()
 
     def end(self) -> bool:
-        """Whether it succeeded."""
+        """True if it succeeded."""
         error = sys.exc_info()[1]
         if error is None or error is self._before:
             self._span.__exit__(None, None, None)

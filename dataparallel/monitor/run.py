@@ -68,7 +68,7 @@ class RunInfo:
 
     @property
     def hides_waiting(self) -> bool:
-        """Whether the waiting for other processes is a part of the forward and the backward."""
+        """True if the waiting for other processes is a part of the forward and the backward."""
         return self.is_hooked and self.world_size > 1
 
 

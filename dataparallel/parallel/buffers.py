@@ -167,7 +167,7 @@ def _is_plain(buffer: torch.Tensor) -> bool:
 
 
 def _differ(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether numbers differ by more than the rounding of replicas with other numbers of threads.
+    """True if numbers differ by more than the rounding of replicas with other numbers of threads.
 
     A piece at a time, so that it takes little memory.
     """
@@ -252,7 +252,7 @@ class Members:
             watch.note_batch_norm(parts)
 
     def spans_processes(self, module: nn.Module) -> bool:
-        """Whether a forward that trains the module waits for other processes."""
+        """True if a forward that trains the module waits for other processes."""
         if self._policy == "sync" and self._processes is not None and self._processes.size() > 1:
             return True
         found = {self.of(part) for part in module.modules() if isinstance(part, nn.SyncBatchNorm)}

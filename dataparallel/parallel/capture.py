@@ -253,7 +253,7 @@ class _Recording:
 
     @property
     def has_backward(self) -> bool:
-        """Whether an output requires grad."""
+        """True if an output requires grad."""
         return self._backward is not None
 
     def replay_forward(self, inputs: _Tensors, buffers: _Tensors) -> tuple[torch.Tensor, ...]:

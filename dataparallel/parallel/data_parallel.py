@@ -676,7 +676,7 @@ def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_prefixed(module: nn.Module, names: Collection[str]) -> bool:
-    """Whether names that a wrapper of the module is to load have the prefix."""
+    """True if names that a wrapper of the module is to load have the prefix."""
     stripped = [name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)]
     if not stripped:
         return False

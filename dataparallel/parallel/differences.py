@@ -193,7 +193,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return not self.differences
 
     def __bool__(self) -> bool:

@@ -185,7 +185,7 @@ class Training:
             self._make_replicas(model, leaves)
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether leaves and reducer are right for a module and its parameters as they are now."""
+        """True if leaves and reducer are right for a module and its parameters as they are now."""
         if self.direct or module is not self._module:
             return module is self._module
         same = self.clones.follow() and self.leaves.follow()
@@ -193,7 +193,7 @@ class Training:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether the module had buffers when :meth:`fits` was asked last; True if unknown."""
+        """True if the module had buffers when :meth:`fits` was asked last; True if unknown."""
         return self.clones.parts is None or bool(self.clones.parts.buffers)
 
     # --- one forward -----------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Training:
                 raise
 
     def is_lost(self, *, needs_others: bool) -> bool:
-        """Whether a forward needs other processes, and the links to them are broken."""
+        """True if a forward needs other processes, and the links to them are broken."""
         if self.processes is None:
             return False
         self.read_vote(needs_others=needs_others)
@@ -256,7 +256,7 @@ class Training:
         return self.processes.is_broken and needs_others
 
     def has_parted(self) -> bool:
-        """Whether others are still in a step that is open here; a collective call if one is."""
+        """True if others are still in a step that is open here; a collective call if one is."""
         if self.processes is None or not self.processes.forwards.open_before():
             return False
         outcome = "The others drop their step, too, and nothing of it is kept"
@@ -861,7 +861,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether the buffers of rank 0 are sent before forwards; may be set, in all processes."""
+        """True if the buffers of rank 0 are sent before forwards; may be set, in all processes."""
         return self.options.forward_sync_buffers
 
     @forward_sync_buffers.setter
@@ -877,7 +877,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         return ignored_names(self.module)
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward begins with the buffers of rank 0."""
+        """True if the next forward begins with the buffers of rank 0."""
         due = self.require_forward_param_sync and self.forward_sync_buffers
         return due and bool(shared_tensors(self.module, parameters=False))
 

@@ -122,7 +122,7 @@ def _rule_of(criterion: Callable[..., Any]) -> Rule | None:
 
 
 def is_known(criterion: Callable[..., Any] | None) -> bool:
-    """Whether it is one of torch's own criteria, whose denominator is known."""
+    """True if it is one of torch's own criteria, whose denominator is known."""
     return criterion is not None and _rule_of(criterion) is not None
 
 

@@ -78,7 +78,7 @@ class GradBucket:
         return self._bucket.number
 
     def is_last(self) -> bool:
-        """Whether no bucket of this backward comes after this one."""
+        """True if no bucket of this backward comes after this one."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:

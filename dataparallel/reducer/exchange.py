@@ -224,7 +224,7 @@ class ReducerProcesses:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a link is broken; all processes then make new ones at their next forward."""
+        """True if a link is broken; all processes then make new ones at their next forward."""
         return self._has_failed or any(link.broken for link in self._links)
 
     def failure_of(self, rank: int, text: str) -> Failure:
@@ -366,7 +366,7 @@ class Vote:
         return Answer(bytes(marks), late, late if some_left else [], bool(nonfinite))
 
     def is_under_way(self) -> bool:
-        """Whether some rank may still need this one to get the votes of all."""
+        """True if some rank may still need this one to get the votes of all."""
         return not self._pending.done()
 
 

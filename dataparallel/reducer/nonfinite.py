@@ -109,7 +109,7 @@ class Guard:
             self._own += _looks(zip(bucket.indices, views, strict=True))
 
     def found(self) -> bool:
-        """Whether something that this process sends or has received is not finite."""
+        """True if something that this process sends or has received is not finite."""
         return not _are_finite(self._own)
 
     def judge(self, found: bool, round_: Round) -> None:
@@ -206,14 +206,14 @@ def _looks(members: Iterable[tuple[int, MaybeTensor]], place: str = _SUM) -> lis
 
 
 def _are_small(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether squares on the CPU are finite, which is faster to see there than the largest."""
+    """True if squares on the CPU are finite, which is faster to see there than the largest."""
     wide = torch.float32 if parts[0].dtype.itemsize < 4 else None
     norms = torch_internals.foreach_norm(parts, 2, wide)
     return math.isfinite(torch.stack(norms).sum())
 
 
 def _are_finite(looks: Sequence[_Look]) -> bool:
-    """Whether all gradients are, with one wait for all devices."""
+    """True if all gradients are, with one wait for all devices."""
     if not looks:
         return True
     first = looks[0].largest

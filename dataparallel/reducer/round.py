@@ -148,7 +148,7 @@ class Round:
     # --- the cuts. See Note [Several cuts in one round] ------------------------------------------
 
     def joins(self, task: int) -> bool:
-        """Whether a cut in the backward of this number is in the round, which may have been lost.
+        """True if a cut in the backward of this number is in the round, which may have been lost.
 
         An error where the backward of the round goes on, and the cut has no part in it.
         """
@@ -310,7 +310,7 @@ class Round:
                     self.grads[index] = None
 
     def _becomes_views(self, bucket: Bucket) -> bool:
-        """Whether ``.grad`` will be views of a bucket."""
+        """True if ``.grad`` will be views of a bucket."""
         # What is in a context has memory of its own, since contexts live side by side.
         return bucket.is_viewed and self.accumulated.home.context_id is None
 
@@ -379,12 +379,12 @@ class Round:
         return nonfinite
 
     def _all_wait(self, exchange: Exchange) -> bool:
-        """Whether the hosts of all ranks wait at the end of this round."""
+        """True if the hosts of all ranks wait at the end of this round."""
         votes = self.guard is not None and self.guard.votes
         return exchange.must_wait or votes or not self.buckets.ordered
 
     def _has_parted(self, exchange: Exchange) -> bool:
-        """Whether others have dropped this round. See Note [Ranks that part]."""
+        """True if others have dropped this round. See Note [Ranks that part]."""
         if not (exchange.blocks or self._all_wait(exchange)):
             return False
         outcome = "The others drop their step, too, and nothing of it is kept"

@@ -142,7 +142,7 @@ class Parts:
         self._look = _Look(tables, plain)
 
     def are_current(self) -> bool:
-        """Whether the module consists of the same parts as then, in all of its tables."""
+        """True if the module consists of the same parts as then, in all of its tables."""
         return (
             list(map(type, self.modules)) == self._kinds
             and self._look.is_same()
@@ -210,7 +210,7 @@ def check_placement(module: nn.Module, device: torch.device) -> None:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether the parameters and buffers of a module are on several devices."""
+    """True if the parameters and buffers of a module are on several devices."""
     return len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1
 
 
@@ -680,7 +680,7 @@ class _Look:
         self._sizes = list(map(len, self._tables))
 
     def is_same(self) -> bool:
-        """Whether the same objects have the same names as before."""
+        """True if the same objects have the same names as before."""
         # As many names, so as many values.
         return (
             not any(self._empty)
@@ -706,7 +706,7 @@ class _Contents:
         self._sizes, self._values = list(map(len, self._views)), list(_joined(self._views))
 
     def are_same(self) -> bool:
-        """Whether the containers hold the same objects as before."""
+        """True if the containers hold the same objects as before."""
         return list(map(len, self._views)) == self._sizes and all(
             map(is_, _joined(self._views), self._values)
         )
@@ -734,7 +734,7 @@ def _is_comparable(buffer: torch.Tensor) -> bool:
 
 
 def _differ(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors have different values, where that can be told."""
+    """True if tensors have different values, where that can be told."""
     first, *others = (tensor.detach() for tensor in tensors)
     if not all(map(_is_comparable, tensors)) or is_capturing(first.device):
         return False
@@ -810,7 +810,7 @@ def take_back(
 
 
 def may_refer(value: Any) -> bool:
-    """Whether :func:`substitute` could find a part in ``value``; quick, and never wrongly False."""
+    """True if :func:`substitute` could find a part in ``value``; quick, and never wrongly False."""
     if type(value) in _OPAQUE:
         return False
     if isinstance(value, (tuple, frozenset)):
@@ -828,7 +828,7 @@ def may_refer(value: Any) -> bool:
 
 
 def _is_compilers(value: Any, inside: frozenset[int] = frozenset()) -> bool:
-    """Whether only functions of the compiler, which nobody changes, lead from here to modules."""
+    """True if only functions of the compiler, which nobody changes, lead from here to modules."""
     if not may_refer(value) or isinstance(value, nn.Module) or id(value) in inside:
         return True
     follows = isinstance(value, types.MethodType) or torch_internals.is_compilers(value)

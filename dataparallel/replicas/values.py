@@ -295,7 +295,7 @@ class Values:
     # --- writes that leave no trace --------------------------------------------------------------
 
     def _differ(self, place: _Place, indices: list[int], traces: _Traces, *, now: bool) -> bool:
-        """Whether originals were written through ``.data`` since ``place`` was filled, if known."""
+        """True if originals were written through ``.data`` since ``place`` was filled, if known."""
         if self._answer is not None and not now:
             return False
         originals = [self._originals[i].detach() for i in indices]
@@ -361,7 +361,7 @@ class ReplicaParameters:
         ]
 
     def stands_for(self, originals: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters for which the leaves were made."""
+        """True if these are the parameters for which the leaves were made."""
         return _are_same(originals, self._originals)
 
     def follow(self) -> bool:
@@ -385,7 +385,7 @@ class ReplicaParameters:
 
 
 def _is_elsewhere(step: tuple[int, int]) -> bool:
-    """Whether another thread is in the middle of a step."""
+    """True if another thread is in the middle of a step."""
     return step[1] not in (0, threading.get_ident())
 
 

@@ -120,7 +120,7 @@ class Pace:
         self._seconds: tuple[list[float], list[float]] = ([], [])
 
     def is_in_turn(self) -> bool:
-        """Whether the next call runs in turn."""
+        """True if the next call runs in turn."""
         self._num_calls += 1
         trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
         self.is_trial = 0 <= trial < 2 * _NUM_TRIED

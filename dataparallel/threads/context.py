@@ -79,7 +79,7 @@ _SETTINGS: tuple[_Setting, ...] = (
 
 
 def is_portable() -> bool:
-    """Whether another thread can have all of this thread's context."""
+    """True if another thread can have all of this thread's context."""
     return not torch_internals.transforms_active() and torch_internals.tracing_state() is None
 
 

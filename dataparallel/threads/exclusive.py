@@ -112,7 +112,7 @@ class ExclusiveLock:
     # --- alone -----------------------------------------------------------------------------------
 
     def is_held(self) -> bool:
-        """Whether some thread has the lock alone: it waits for no replica any more."""
+        """True if some thread has the lock alone: it waits for no replica any more."""
         return self._is_wanted() and not self._sharing()
 
     def depth(self) -> int:
@@ -255,7 +255,7 @@ class ExclusiveLock:
                     self.lower(self._depth - 1)
 
     def _runs(self) -> bool:
-        """Whether this thread is that of a replica."""
+        """True if this thread is that of a replica."""
         thread = threading.current_thread()
         return thread in self._running or (self._owner is thread and self._stopped is not None)
 

@@ -262,7 +262,7 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def _draws_unseen(name: str) -> bool:
-    """Whether an operation draws, has no argument for a generator, and calls none that has one."""
+    """True if an operation draws, has no argument for a generator, and calls none that has one."""
     if _generator_position(name) is not None or "backward" in name:
         return False
     if torch.Tag.nondeterministic_seeded not in _overload(name).tags:

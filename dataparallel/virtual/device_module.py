@@ -54,7 +54,7 @@ def use(extension: Extension) -> None:
 
 
 def is_available() -> bool:
-    """Whether there are virtual devices."""
+    """True if there are virtual devices."""
     return device_count() > 0
 
 
@@ -63,7 +63,7 @@ is_initialized = is_available
 
 
 def defers() -> bool:
-    """Whether default streams, too, do their work later: else the host does it."""
+    """True if default streams, too, do their work later: else the host does it."""
     return _extension.strict()
 
 
@@ -138,7 +138,7 @@ def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device: DeviceLike, peer: DeviceLike) -> bool:
-    """Whether one device can copy from another directly: always."""
+    """True if one device can copy from another directly: always."""
     return True
 
 
@@ -181,7 +181,7 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether what this thread queues on the current device is recorded in a graph, not run."""
+    """True if what this thread queues on the current device is recorded in a graph, not run."""
     return _extension.is_capturing(current_device())
 
 
@@ -299,5 +299,5 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether bfloat16 works: it does."""
+    """True if bfloat16 works: it does."""
     return True

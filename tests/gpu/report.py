@@ -69,7 +69,7 @@ class Part:
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device is one of NVIDIA's."""
+    """True if a device is one of NVIDIA's."""
     return device.split(":")[0] == "cuda"
 
 

@@ -117,7 +117,7 @@ def _difference(program: Program, ours: Run, right: Run) -> str | None:
 
 
 def _alike(left: Any, right: Any, largest: float) -> tuple[bool, bool]:
-    """Whether two values are equal, and whether they are to rounding."""
+    """Tell if two values are equal, and if they are so to rounding."""
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         pairs = [_alike(*pair, largest) for pair in zip(left, right, strict=True)]
         return all(equal for equal, _ in pairs), all(close for _, close in pairs)

@@ -484,7 +484,7 @@ class Program:
         return int(self.processes**4) if self.exact else 1
 
     def compares(self, name: str) -> bool:
-        """Whether a value that is seen has to be that of the bare module.
+        """True if a value that is seen has to be that of the bare module.
 
         There hooks run in the backward of each re-entrant checkpoint, and not once for all of them;
         and what fails here on purpose does not run there.
@@ -493,7 +493,7 @@ class Program:
         return counts or not name.startswith("calls of hook")
 
     def keeps_order(self) -> bool:
-        """Whether the parts of a gradient are added up in the order of the bare module.
+        """True if the parts of a gradient are added up in the order of the bare module.
 
         Those of one forward, or from outside of it, are added up before others are added to them.
         """

@@ -25,7 +25,7 @@ def ones(device: str = "virtual:0") -> Tensor:
 
 
 def is_unwritten(x: Tensor) -> bool:
-    """Whether reading now, without any wait, gives the poison of memory never written."""
+    """True if reading now, without any wait, gives the poison of memory never written."""
     return bool(x.cpu().isnan().all())
 
 

@@ -70,7 +70,7 @@ class Task:
 
     @property
     def joins(self) -> bool:
-        """Whether the process is member of a process group."""
+        """True if the process is member of a process group."""
         return self.kind == "ddp" or self.world_size > 1
 
     def begin(self) -> Measurement:

@@ -69,7 +69,7 @@ def _row(outcome: Outcome, named: Mapping[str, Outcome], case: str, phase: str) 
 
 
 def agree(these: Mapping[str, Any], those: Mapping[str, Any]) -> bool:
-    """Whether two contestants trained alike, to rounding. NaN is like nothing."""
+    """True if two contestants trained alike, to rounding. NaN is like nothing."""
     return all(
         math.isclose(a, b, rel_tol=TOLERANCE)
         for what in ("losses", "gradient_norms")

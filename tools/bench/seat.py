@@ -81,7 +81,7 @@ class Seat:
 
     @property
     def is_ours(self) -> bool:
-        """Whether models get a wrapper of ours, which then has threads to close."""
+        """True if models get a wrapper of ours, which then has threads to close."""
         return self.task.kind in ("ours", "watched")
 
     def leave(self, *models: nn.Module) -> None:

@@ -114,7 +114,7 @@ def peer_access(probe: Probe) -> Iterator[Check]:
 
 
 def nccl(probe: Probe) -> Check:
-    """Whether NCCL can reduce between several CUDA devices."""
+    """Tell if NCCL can reduce between several CUDA devices."""
     torch = probe.module("torch")
     gpus = int(torch.cuda.device_count()) if torch is not None else 0
     name, purpose = "NCCL", "sums between several CUDA devices"

@@ -48,7 +48,7 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 def python(probe: Probe) -> Check:
-    """Whether this Python is new enough."""
+    """Tell if this Python is new enough."""
     if _numbers(probe.python) >= _MINIMUM_PYTHON:
         return Check("Basics", "Python", "ok", probe.python, essential=True)
     needed = _dotted(_MINIMUM_PYTHON)
@@ -63,7 +63,7 @@ def python(probe: Probe) -> Check:
 
 
 def torch(probe: Probe) -> Check:
-    """Whether torch can be imported, which version it is and what it was built for."""
+    """Tell if torch can be imported, which version it is and what it was built for."""
     found = probe.module("torch")
     if found is None:
         version = probe.version("torch")

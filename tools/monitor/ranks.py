@@ -130,7 +130,7 @@ def _by_cause(runs: Sequence[tuple[RunState, Summary]]) -> list[list[tuple[RunSt
 
 
 def _others_compute(summary: Summary, beside: Sequence[Summary]) -> bool:
-    """Whether other modules of the process are what takes the time between a module's steps."""
+    """True if other modules of the process are what takes the time between a module's steps."""
     busy = sum(
         one.step_seconds - phase_seconds(one).get("input", 0.0)
         for one in beside

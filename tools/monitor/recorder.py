@@ -114,7 +114,7 @@ class Recorder(logging.handlers.RotatingFileHandler):
         return stream
 
     def _is_elsewhere(self, file: int) -> bool:
-        """Whether somebody has removed the file, or renamed it: nobody would find the samples."""
+        """True if somebody has removed the file, or renamed it: nobody would find the samples."""
         try:
             there = os.stat(self.baseFilename)
         except FileNotFoundError:

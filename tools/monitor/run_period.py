@@ -33,7 +33,7 @@ class RunPeriod:
 
     @property
     def since_start(self) -> bool:
-        """Whether :meth:`parts` are those since the run began, not since it was seen first."""
+        """True if :meth:`parts` are those since the run began, not since it was seen first."""
         return self.is_whole or self.states[-1].num_steps == self.states[0].num_steps
 
     def parts(self) -> list[Part]:
@@ -119,7 +119,7 @@ def _periods(samples: Sequence[Sample]) -> list[RunPeriod]:
 
 
 def continues(before: RunState, now: RunState) -> bool:
-    """Whether two states are of one run, whose counters have only grown."""
+    """True if two states are of one run, whose counters have only grown."""
     return (
         (before.pid, before.started) == (now.pid, now.started)
         and before.num_steps <= now.num_steps

@@ -66,7 +66,7 @@ class RunWatch:
         return {state.pid: process_name(state, self.latest) for state in self.latest}
 
     def is_over(self) -> bool:
-        """Whether all runs are gone and their processes too, so that no other run can follow."""
+        """True if all runs are gone and their processes too, so that no other run can follow."""
         if not self._lives or self.latest or self._problems:
             return False
         return not any(life is not None and _is_alive(life) for life in self._lives.values())

@@ -137,7 +137,7 @@ class MonitorServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def is_known_as(self, host: str | None) -> bool:
-        """Whether a request may call the server by this name (its ``Host`` header)."""
+        """True if a request may call the server by this name (its ``Host`` header)."""
         if not self.is_loopback:
             return True
         try:
@@ -147,7 +147,7 @@ class MonitorServer(ThreadingHTTPServer):
         return name is not None and name.rstrip(".") in self._names
 
     def is_allowed(self, request: Request) -> bool:
-        """Whether a request shows the token, if one is needed."""
+        """True if a request shows the token, if one is needed."""
         if self.token is None:
             return True
         kind, _, text = request.headers.get("Authorization", "").partition(" ")

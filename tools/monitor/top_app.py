@@ -114,7 +114,7 @@ class TopApp(App[None]):
         self.set_interval(_TICK, self._tick)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether a key does something now."""
+        """True if a key does something now."""
         if action == "end":
             return self._is_live and not self._read_only
         return self._is_live if action == "environment" else True

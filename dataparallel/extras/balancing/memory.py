@@ -40,7 +40,7 @@ _DEVICE = re.compile(r"\b(?:GPU |virtual:)(\d+)")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception says that there was too little memory."""
+    """True if an exception says that there was too little memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _MESSAGES)

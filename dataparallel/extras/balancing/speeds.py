@@ -68,7 +68,7 @@ def slowest(costs: Sequence[Cost], sizes: Sequence[int]) -> float:
 
 
 def fits(batch_size: int, limits: Sequence[int | None]) -> bool:
-    """Whether the replicas together may take a batch; a limit is None where none is known."""
+    """True if the replicas together may take a batch; a limit is None where none is known."""
     known = [limit for limit in limits if limit is not None]
     return len(known) < len(limits) or sum(known) >= batch_size
 

@@ -37,7 +37,7 @@ class Peers:
         self._link: ProcessLink | None = None
 
     def serves(self, group: dist.ProcessGroup | None, timeout: float | None) -> bool:
-        """Whether these are the processes of a group; the one of before may be gone."""
+        """True if these are the processes of a group; the one of before may be gone."""
         is_same = self._group() is group and (group is not None or self.world_size == 1)
         return is_same and self._timeout == timeout
 
@@ -122,7 +122,7 @@ class Saving:
         self._is_told = False
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
+        """True if the save has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> int:

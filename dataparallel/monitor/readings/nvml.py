@@ -98,7 +98,7 @@ class NvmlSource:
         self._run = {uuid: name for uuid, name in named.items() if often[name] == 1}
 
     def available(self) -> bool:
-        """Whether there is a device that can be read. Never raises."""
+        """True if there is a device that can be read. Never raises."""
         with self._lock:
             try:
                 self._open()

@@ -21,7 +21,7 @@ NO_NAMES = (
 
 
 def sees_host_processes(read_link: Callable[[str], str] = os.readlink) -> bool:
-    """Whether a process has the same number here as on the host, where the driver counts.
+    """True if a process has the same number here as on the host, where the driver counts.
 
     In a container it has another one, and another process can have its number.
     """

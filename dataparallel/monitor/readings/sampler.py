@@ -155,7 +155,7 @@ class Sampler:
 
     @property
     def is_over(self) -> bool:
-        """Whether the processes of the runs that are watched are gone for good."""
+        """True if the processes of the runs that are watched are gone for good."""
         return self._is_over()
 
 
