@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -368,7 +369,8 @@ class Watched(nn.Module):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer
-        self.spans: list[tuple[float, float]] = []
+        # All replicas have this one; a list each would have for itself.
+        self.spans: deque[tuple[float, float]] = deque()
         self.barrier: threading.Barrier | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -381,7 +383,8 @@ class Watched(nn.Module):
         return output
 
     def overlapped(self) -> bool:
-        spans, self.spans[:] = sorted(self.spans), []
+        spans = sorted(self.spans)
+        self.spans.clear()
         return any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -340,7 +341,8 @@ class Gives(nn.Linear):
 
     def __init__(self, make: Callable[..., Any]) -> None:
         super().__init__(4, 4)
-        self.make, self.seen = make, list[Any]()
+        # All replicas have this one; a list each would have for itself.
+        self.make, self.seen = make, deque[Any]()
 
     def forward(self, x: Tensor, *others: Any, cache: Any = None) -> Any:
         self.seen.append(others)
