@@ -67,15 +67,12 @@ def apply_in_backward(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-def _is_batched(grad: torch.Tensor) -> bool:
-    by_autograd: bool = torch_internals.is_batched_by_autograd(grad)
-    return by_autograd or bool(torch_internals.is_batched_by_vmap(grad))
-
-
 def refuse_batched(grads: Iterable[Any]) -> None:
     """Raise for gradients that stand for many: they have no memory to copy, and no other thread."""
     for grad in grads:
-        if isinstance(grad, torch.Tensor) and _is_batched(grad):
+        if isinstance(grad, torch.Tensor) and (
+            torch_internals.is_batched_by_autograd(grad) or torch_internals.is_batched_by_vmap(grad)
+        ):
             raise RuntimeError(
                 "gradients that are batched (is_grads_batched=True, vectorize=True, vmap) do not "
                 "go through several replicas; compute one after the other (vectorize=False), or "
@@ -133,7 +130,10 @@ class NodeStreams:
             _devices.wait_stream(stream, own)
         reading = {stream.device: stream for stream in self._given} if self._waits else {}
         for grad in grads if reading else ():
-            if isinstance(grad, torch.Tensor) and not _is_batched(grad):
+            if isinstance(grad, torch.Tensor) and not (
+                torch_internals.is_batched_by_autograd(grad)
+                or torch_internals.is_batched_by_vmap(grad)
+            ):
                 _devices.record_stream(grad, reading.get(grad.device))
         with _devices.use_streams(self._all):
             yield
@@ -315,7 +315,6 @@ class Alike(Function):
         return tensors[0].detach()
 
     @staticmethod
-    @on_streams_of_forward
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[_MaybeTensor, ...]:
         first, *others = ctx.saved_tensors
         if not all(

@@ -186,16 +186,17 @@ def backward():
     return x.grad.tolist()
 
 backward()
+before = torch.accelerator.current_accelerator()
 try:
     v.enable(2)
 except RuntimeError as error:
     print(error)
-print(v.is_enabled(), torch.accelerator.current_accelerator(), backward())
+print(v.is_enabled(), torch.accelerator.current_accelerator() == before, backward())
 """
     done = run_python(code, DATAPARALLEL_VIRTUAL_DEVICES="")
     text = "virtual devices must be enabled before the first backward of the process"
     assert done.stdout.startswith(text) and "set DATAPARALLEL_VIRTUAL_DEVICES" in done.stdout
-    assert done.stdout.splitlines()[1:] == ["False None [1.0, 1.0]"]
+    assert done.stdout.splitlines()[1:] == ["False True [1.0, 1.0]"]
 
 
 def test_a_device_that_is_not_enabled_says_how() -> None:
