@@ -15,6 +15,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,8 @@ class Meeting(nn.Module):
         super().__init__()
         self.now = now
         self.comes = threading.Event()
-        self.seen: dict[int, str] = {}
+        # Both replicas have this one; a dict each would have for itself.
+        self.seen: UserDict[int, str] = UserDict()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         replica, meeting = dataparallel.current_replica(), current_rendezvous()
