@@ -27,8 +27,10 @@ backward allocates and frees belongs to the streams that use it.
 Only what a module has computed on a stream that is not its caller's is ready on the node's own
 stream alone, and is memory of another one. So the other devices' streams wait for that, and the few
 gradients are recorded. :class:`ReplicaEdges` leaves both out: no copy of a gradient would begin
-before its home had computed all of its own. Such a module's next gradient, which goes back to its
-caller's stream, comes after the parameters'.
+before its home had computed all of its own. It relies on the module's next gradient, which goes
+back to its caller's stream. A first layer has none: if it computes on a stream of its own, on
+another device than the first, nothing orders the gradients of its parameters with their sum. That
+is a defect, which the checker of races on virtual devices shows.
 """
 
 from __future__ import annotations
