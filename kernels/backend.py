@@ -1,4 +1,4 @@
-"""What runs kernels: which devices it serves, and how one is launched there."""
+"""The launchers of kernels: the devices that each serves, and how it launches one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Backend(ABC):
 
     @abstractmethod
     def most_blocks(self, device: torch.device) -> int:
-        """How many blocks a launch should have at most; further ones would only wait."""
+        """Return the most blocks that a launch should have; further ones would only wait."""
 
     @abstractmethod
     def load(self, device: torch.device, source: str) -> None:
@@ -72,7 +72,7 @@ def registered(backends: Sequence[Backend]) -> Iterator[None]:
 
 
 def backend_of(device: torch.device) -> Backend | None:
-    """What launches kernels on a device; None where the references do the work."""
+    """Return the launcher of kernels on a device; None if the references do the work."""
     for backend in _backends:
         if backend.serves(device):
             return backend

@@ -1,4 +1,4 @@
-"""Where compiled code is kept, and who may have written it.
+"""The folder of compiled code, and the check of who may have written it.
 
 Note [Trusted code]
 ~~~~~~~~~~~~~~~~~~~

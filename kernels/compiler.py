@@ -26,7 +26,7 @@ from dataparallel.kernels.cache_folder import (
     keeping_code,
 )
 
-#: Where the CUDA sources are.
+#: The folder of the CUDA sources.
 FOLDER = Path(__file__).parent / "csrc"
 
 #: Options of NVIDIA's compilers. Without them a product and a sum would be rounded once where torch
@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parent / "csrc"
 COMPILER_OPTIONS = ("-std=c++17", "--fmad=false")
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
-# What names a kernel: a section of machine code, or an entry of the intermediate code.
+# The name of a kernel: a section of machine code, or an entry of the intermediate code.
 _KERNEL = re.compile(rb"\0\.text\.(\w+)(?=\0)|\.entry (\w+)\(")
 
 

@@ -1,4 +1,4 @@
-"""How tensors are copied to and from their places in a bucket.
+"""Plans for copies of tensors to and from their places in a bucket.
 
 Note [Plans of copies]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -61,7 +61,7 @@ class Dim(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """How a kernel copies one tensor.
+    """A plan by which a kernel copies one tensor.
 
     Attributes:
         way: See flatten.cu.
@@ -90,7 +90,7 @@ class Launch(NamedTuple):
 
 
 class Plan:
-    """How all tensors of a list are copied to or from a bucket. See Note [Plans of copies].
+    """A plan that copies all tensors of a list to or from a bucket. See Note [Plans of copies].
 
     Args:
         places: Where each is in the bucket.
@@ -111,7 +111,7 @@ class Plan:
         self._dtype = dtype
         self._is_uniform = {dtype, *dtypes} == {dtype}
         self._is_mixed = {dtype, *dtypes} <= _TYPES.keys()
-        #: Whether a tensor may have elements that share memory.
+        #: True if a tensor may have elements that share memory.
         self.has_shared_elements = any(0 in stride for stride in strides)
         copies = [
             plan_copy(place.shape, place.stride, stride)
@@ -154,7 +154,7 @@ def _launch(
 
 
 def plan_copy(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int]) -> Copy | None:
-    """How to copy a tensor; None if the kernel cannot.
+    """Plan the copy of a tensor; return None if the kernel cannot do it.
 
     Args:
         shape: Of the tensor and its place.

@@ -101,7 +101,7 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """What makes a tensor one whose bits cannot be read; empty if they can."""
+    """Name what makes the bits of a tensor unreadable; empty if they can be read."""
     if is_wrapper(tensor):
         return f"a {type(tensor).__name__}, which wraps others"
     if tensor.layout != torch.strided:

@@ -15,7 +15,7 @@ from dataparallel.kernels.copy_plans import MOST_TENSORS, Place, Plan
 from dataparallel.kernels.memory import addresses_of, is_dense, mark_written
 from dataparallel.kernels.tables import hold
 
-# Of one layout: strides and dtypes seldom change.
+# The plans of one layout: strides and dtypes seldom change.
 _MOST_PLANS = 64
 
 
@@ -59,7 +59,7 @@ class BucketLayout:
         ]
         #: The shape of each view.
         self.shapes = [place.shape for place in self.places]
-        #: Whether each element of the bucket belongs to a view.
+        #: True if each element of the bucket belongs to a view.
         self.fills = sum(shape.numel() for shape in self.shapes) == self.size
         self._bucket = bucket
         self._views = list(views)
@@ -80,7 +80,7 @@ class BucketLayout:
         ]
 
     def plan_of(self, tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor) -> Plan:
-        """How tensors of the shapes of the views are copied. See Note [Plans of copies]."""
+        """Return the plan for tensors of the shapes of the views. See Note [Plans of copies]."""
         # Without a call of Python for each tensor: that would cost more than the kernel.
         present = [tensor for tensor in tensors if tensor is not None]
         if len(present) == len(self.places):

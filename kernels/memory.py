@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-#: How the names of kernels call the types that they take.
+#: The names that kernels have for the types that they take.
 SUFFIXES = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -33,7 +33,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where the values of tensors are in memory; None if those of one are not there as they are.
+    """Return the addresses of the values of tensors; None if one has none that can be read.
 
     Not so for sparse tensors, lazy conjugates and negatives, and for subclasses and the tensors of
     function transforms, which may wrap others or stand for what is not there; nor where elements

@@ -1,4 +1,4 @@
-"""What each kernel computes, in plain torch: for devices and types that kernels do not serve."""
+"""The kernels in plain torch, for devices and types that kernels do not serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataparallel.kernels.memory import bytes_of, is_dense, is_plain, lie_alike,
 
 # --- sums ------------------------------------------------------------------------------------
 
-# How many elements are widened at a time: enough to keep any device busy, and little memory.
+# Elements that are widened at a time: enough to keep any device busy in little memory.
 _CHUNK = 2**22
 
 
@@ -37,7 +37,7 @@ def _add(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if len(terms) == 1:
         out.copy_(terms[0])
         return
-    # What is not the first or the second term is still to be read when `out` is written.
+    # Terms after the second are still to be read when `out` is written.
     apart = any(_may_share(out, term) for term in terms[2:])
     total = torch.add(terms[0], terms[1], out=None if apart else out)
     for term in terms[2:]:
@@ -139,7 +139,7 @@ def _computed_in(target: torch.dtype, source: torch.dtype) -> torch.dtype:
 
 # --- fingerprints ----------------------------------------------------------------------------
 
-# Of MurmurHash3's 64-bit finalizer, and the golden ratio times 2**64; as signed numbers.
+# As signed numbers: factors of MurmurHash3's 64-bit finalizer; the golden ratio times 2**64.
 _FACTORS = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
 _STEP = 0x9E3779B97F4A7C15 - 2**64
 # Words that are mixed at a time: they stay in a core's cache between the passes over them.

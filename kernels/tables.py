@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-# What CUDA graphs read; nobody tells when a graph is gone.
+# The tables that CUDA graphs read; nobody tells when a graph is gone.
 _captured: list[torch.Tensor] = []
 
 

@@ -71,7 +71,7 @@ from dataparallel.graph.functions import (
 )
 
 Scalars = Literal["stack", "mean", "sum"]
-#: What becomes of 0-d outputs; see the argument of :class:`dataparallel.DataParallel`.
+#: The ways to put 0-d outputs together; see the argument of :class:`dataparallel.DataParallel`.
 ScalarsOption: TypeAlias = Scalars | Callable[..., float | Tensor | None]
 
 _CPU = torch.device("cpu")
@@ -82,14 +82,14 @@ _DIVISOR = "num_items_in_batch"
 
 
 class Notes:
-    """What a wrapper keeps in mind of inputs and outputs, by their paths."""
+    """Facts that a wrapper remembers about inputs and outputs, by their paths."""
 
     def __init__(self) -> None:
         #: Lists that have had another length than the batch or the chunk: they hold no samples.
         self.no_samples: set[str] = set()
         #: Lists that were taken for one entry per sample, until they have another length.
         self.by_samples: set[str] = set()
-        #: What the log has been told, each once.
+        #: The messages that the log has received, each of them once.
         self.told: dict[str, str] = {}
         #: By which arguments calls were told apart whose outputs had a tensor without dimensions.
         self.with_scalars: set[object] = set()
@@ -183,7 +183,7 @@ class _Cell(NamedTuple):
     """One place of the outputs, and how what the replicas returned there is put together."""
 
     path: Path | str
-    #: What ``out_dims`` says of it; None: it belongs to no sample.
+    #: The entry of ``out_dims`` for it; None: it belongs to no sample.
     own: Any
     dim: int
     device: torch.device
@@ -224,7 +224,7 @@ def _columns(
 
 
 def _at(structure: Structure, place: Place) -> Structure | None:
-    """What is at a place of a container, if there is such a place."""
+    """Return the part at a place of a container, or None if it has no such place."""
     for position in place:
         if position >= len(structure.children):
             return None
@@ -277,7 +277,7 @@ def _is_by_samples(
 
 
 def _join(column: Sequence[Any], cell: _Cell) -> Any:
-    """What the replicas returned in one place, as one leaf."""
+    """Join the values that the replicas returned in one place into one leaf."""
     first, own = column[0], cell.own
     if own is None:
         return move_tensor(first, cell.device) if isinstance(first, Tensor) else first
@@ -475,7 +475,7 @@ def gather_result(
     scalars: Scalars,
     weights: Sequence[float],
 ) -> Tensor:
-    """What replicas have left in one attribute, as one tensor on the device of the first.
+    """Join the tensors that replicas left in one attribute, on the device of the first.
 
     ``sizes`` are those of the chunks. See Note [Results in attributes].
     """
@@ -513,7 +513,10 @@ def join_scalars(
     *,
     weighs: bool,
 ) -> tuple[Scalars, Sequence[float]]:
-    """What becomes of the 0-d outputs of chunks, and what each chunk counts.
+    """Return how the 0-d outputs of chunks are joined, and the weight of each chunk.
+
+    The weights are those of a mean of these outputs. If the process ``weighs`` them, they also
+    count in an average over processes. ``fault`` tells why the samples of chunks are not known.
 
     It counts in a mean of these outputs, and for its process in an average over processes, if that
     ``weighs`` them. ``fault`` tells why the samples of chunks are not known.

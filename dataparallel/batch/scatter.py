@@ -49,29 +49,29 @@ ChunkSizesOf: TypeAlias = Callable[[int, int], Sequence[int]]
 
 
 class BatchSplitter(Protocol):
-    """What decides for a wrapper how its batches are split, such as a balancer."""
+    """An object, such as a balancer, that decides for a wrapper how its batches are split."""
 
     def chunk_sizes(self, batch_size: int, num_slots: int) -> Sequence[int]:
-        """How many samples each slot gets."""
+        """Return the number of samples for each slot."""
 
     def attempt(self, call: Callable[..., T], modules: Sequence[Any], inputs: Any) -> T:
         """Run ``call(is_first=True)``; again with other chunks if there was too little memory."""
 
 
-#: What `in_dims` and `out_dims` say where they say nothing; `None` there means "not split".
+#: The entry of `in_dims` and `out_dims` for what the user left open; `None` means "not split".
 DEFAULT: Any = object()
 
-#: What `in_dims` and `out_dims` say of lists and objects that hold the samples one by one.
+#: The entry of `in_dims` and `out_dims` for lists and objects that hold the samples one by one.
 SAMPLES = "samples"
 _UNTOLD = (DEFAULT, SAMPLES)
-#: What `out_dims` says of numbers and tensors that are added.
+#: The entry of `out_dims` for numbers and tensors that are added.
 SUM = "sum"
 #: The words that each option knows, and how messages list them.
 _WORDS = {"in_dims": (SAMPLES,), "out_dims": (SAMPLES, SUM)}
 #: The keyword argument under which the targets of a loss are split beside those of the module.
 TARGETS = "targets of the loss"
 
-#: What becomes of a leaf: a tensor is split, a list or an object is divided by samples. Replicas
+#: The ways to treat a leaf: a tensor is split, a list or an object is divided by samples. Replicas
 #: share an "unknown" object if it holds nothing of the batch.
 Action = Literal["split", "divide", "copy", "share", "unknown"]
 
@@ -83,13 +83,13 @@ class Leaf(NamedTuple):
     path: Path
     action: Action
     dim: int = -1
-    #: How many samples it has; -1 for what is not split.
+    #: The number of its samples; -1 for a leaf that is not split.
     size: int = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScatterPlan:
-    """How a container divides into chunks; nothing has been copied yet."""
+    """A plan that divides a container into chunks; nothing has been copied yet."""
 
     structure: Structure
     leaves: Sequence[Leaf]
@@ -260,7 +260,7 @@ def _decide_all(
 
 
 def _decide(value: Any, path: Path, own: Any, dim: int) -> Leaf:
-    """What becomes of a leaf, of which ``in_dims`` says its ``own``."""
+    """Decide how to treat a leaf whose entry in ``in_dims`` is ``own``."""
     if isinstance(value, torch.Tensor):
         untold, num_dims = own in _UNTOLD, value.dim()
         if own is None or (untold and num_dims == 0):
@@ -298,7 +298,7 @@ def _decide(value: Any, path: Path, own: Any, dim: int) -> Leaf:
 
 
 def spread_dims(structure: Structure, spec: Any, path: str, option: str = "in_dims") -> list[Any]:
-    """What an option says of each leaf of a container: a dim, None, or :data:`DEFAULT`."""
+    """Return an option's entry for each leaf of a container: a dim, None, or :data:`DEFAULT`."""
     if spec is None or structure.kind is Replicate:
         return [None] * structure.num_leaves
     if not structure.is_marked and _is_for_all(spec, option):
@@ -319,7 +319,7 @@ def _is_for_all(spec: Any, option: str) -> bool:
 
 
 def _specs_below(structure: Structure, spec: Any, path: str, option: str) -> list[Any]:
-    """What an option says of each child of a container."""
+    """Return the entry of an option for each child of a container."""
     if _is_for_all(spec, option):
         return [spec] * len(structure.children)
     if isinstance(spec, Mapping) and all(key in structure.keys for key in spec):
@@ -342,11 +342,11 @@ class Unit(NamedTuple):
     place: Place
     path: str
     structure: Structure
-    #: Where its leaves begin among those of the whole container.
+    #: The position of its first leaf among those of the whole container.
     start: int
-    #: What the option says of it.
+    #: The entry of the option for it.
     spec: Any
-    #: Whether it is known to hold samples.
+    #: True if it is known to hold samples.
     is_told: bool
 
     def entries(self, leaves: Sequence[Any]) -> list[Sequence[Any]]:
@@ -459,7 +459,7 @@ def _about_lists(
     dim: int,
     leaves: Sequence[Any],
 ) -> str:
-    """What an error says of lists that may hold samples or not, and of what to do."""
+    """Return the part of an error about lists that may hold samples or not, with the remedy."""
     found = " and ".join(
         f"{unit.path} is a {getattr(unit.structure.kind, '__name__', '')} of length "
         f"{len(unit.structure.keys)}"
@@ -568,7 +568,7 @@ def settle(
 def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
     """The planned container for each chunk, on as many of the first devices."""
     slots = devices[: len(plan.sizes)]
-    # What is one tensor for the caller is one in each replica.
+    # One tensor of the caller is one tensor in each replica.
     parts: dict[tuple[int, int], Sequence[Any]] = {}
     if "copy" in plan.by_action:
         parts.update(_whole(plan.by_action["copy"], slots))
@@ -618,7 +618,7 @@ def _whole(
     leaves: Sequence[Leaf], slots: Sequence[torch.device]
 ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
     """The copies of tensors that go whole to each slot, by their identity and dim."""
-    # What a replica writes in place no other one may see. The first slot on a tensor's own device
+    # No replica may see the in-place writes of another one. The first slot on a tensor's own device
     # gets the tensor itself, as the bare module would; Broadcast shares memory between the others.
     copies: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
     by_origin: dict[torch.device, dict[tuple[int, int], torch.Tensor]] = {}
@@ -686,7 +686,7 @@ def watch(leaves: Sequence[Leaf]) -> Iterator[None]:
     try:
         yield
     finally:
-        # What a replica raises is often what it found of the others.
+        # A replica often raises because of what it found of the others.
         for leaf, _, traces in before:
             if _traces(leaf)[1] != traces:
                 found = "the replicas have written tensors into it, a mixture of their chunks"
@@ -694,7 +694,7 @@ def watch(leaves: Sequence[Leaf]) -> Iterator[None]:
 
 
 def _about_shared(leaf: Leaf, found: str) -> str:
-    """What an error says of an object that all replicas share, and of what to do."""
+    """Return the part of an error about an object that all replicas share, with the remedy."""
     return (
         f"{leaf.path} is a {type(leaf.value).__name__}, which is no container that can be split, "
         f"but {found}; pass its tensors in a tuple, a dict or a dataclass, or register its class "

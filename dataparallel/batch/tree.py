@@ -42,11 +42,11 @@ _OPAQUE = (
 )
 # A PackedSequence is a named tuple, but its parts have no batch dimension of their own.
 _LEAF_TYPES = (torch.Tensor, *_OPAQUE, PackedSequence)
-#: How many values are looked at in one object: a vocabulary has more, and a batch has fewer.
+#: The most values to look at in one object: a vocabulary has more, and a batch has fewer.
 _MOST_VALUES = 10_000
 
 T = TypeVar("T")
-#: Where a part of a container is: the position of a child, that of one of its children, and so on.
+#: The place of a part of a container: the position of a child, then of its child, and so on.
 Place: TypeAlias = tuple[int, ...]
 _Make: TypeAlias = Callable[[Sequence[Any]], Any]
 #: The keys of a container, its children, what makes another one of others, and the context of a
@@ -74,20 +74,20 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """How a container is built, without its leaves; equal where types, keys and nesting are."""
+    """The layout of a container without its leaves; equal if types, keys and nesting are equal."""
 
     #: Type of the container; None for a leaf.
     kind: type | None = None
     #: Index, dict key or attribute name of each child.
     keys: Sequence[Any] = ()
     children: tuple[Structure, ...] = ()
-    #: What a registered node keeps beside its children.
+    #: The data that a registered node keeps beside its children.
     context: Any = None
     make: _Make = dataclasses.field(default=tuple, compare=False, repr=False)
     num_leaves: int = dataclasses.field(default=1, compare=False, repr=False)
-    #: Whether there is a :class:`Replicate` in it.
+    #: True if there is a :class:`Replicate` in it.
     is_marked: bool = dataclasses.field(default=False, compare=False, repr=False)
-    #: Whether it, or a part of it, is of a kind that may hold samples one by one.
+    #: True if it, or a part of it, is of a kind that may hold samples one by one.
     has_units: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @property
@@ -118,7 +118,7 @@ class Structure:
         return self.make(children)
 
     def child_path(self, root: str, position: int) -> str:
-        """How a reader would write the child at ``position`` of a container called ``root``."""
+        """Return the child of a container called ``root`` as a reader would write it."""
         key = self.keys[position]
         if not isinstance(key, str) or (self.kind is not None and issubclass(self.kind, dict)):
             return f"{root}[{key!r}]"
@@ -135,7 +135,7 @@ class Structure:
         ]
 
     def __str__(self) -> str:
-        """How a reader would see it, such as ``dict(x=leaf, y=list(leaf, leaf))``."""
+        """Return a readable form, such as ``dict(x=leaf, y=list(leaf, leaf))``."""
         if self.kind is None:
             return "leaf"
         parts = [] if self.context is None else [repr(self.context)]
@@ -148,7 +148,7 @@ LEAF = Structure()
 
 
 class Path(NamedTuple):
-    """Where a leaf is; as a string what a reader would write, which errors alone ask for."""
+    """The place of a leaf; as a string, the expression for it, which only errors ask for."""
 
     root: str
     structure: Structure
@@ -214,9 +214,9 @@ def fold(
 
 
 class BatchType(NamedTuple):
-    """How objects of one class hold the samples of a batch."""
+    """The way in which objects of one class hold the samples of a batch."""
 
-    #: How many samples there are.
+    #: Returns the number of samples.
     length: Callable[[Any], int] = len
     #: Those from one number up to another one.
     take: Callable[[Any, int, int], Any] = lambda batch, start, stop: batch[start:stop]
@@ -288,7 +288,7 @@ def register_batch_type(
 
 
 def registered_type(kind: type) -> BatchType | None:
-    """How objects of a registered class hold samples; None for every other class."""
+    """Return the way in which a registered class holds samples; None for every other class."""
     if not _registered:
         return None
     return next((_registered[base] for base in kind.__mro__ if base in _registered), None)
@@ -306,7 +306,7 @@ def find_movable(structure: Structure, place: Place = ()) -> Iterator[Place]:
 
 
 def batch_type_of(value: Any) -> BatchType | None:
-    """How an object holds samples one by one, if it does; None if it cannot."""
+    """Return the way in which an object holds samples one by one; None if it cannot."""
     if isinstance(value, torch.Tensor):
         return _NESTED if value.is_nested else None
     found = registered_type(type(value))

@@ -41,7 +41,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 class Work(Protocol):
-    """What writes a tensor, and has been started."""
+    """An operation that has been started and writes a tensor."""
 
     @property
     def completed(self) -> bool:
@@ -97,7 +97,7 @@ class _Wrapping:
 
 
 def _wrapped(elem: Tensor, work: Work) -> AsyncCollectiveTensor:
-    """What stands for a tensor, without its history."""
+    """Return a stand-in for a tensor, without its history."""
     if elem.is_inference() != torch.is_inference_mode_enabled():
         with torch.inference_mode(elem.is_inference()):
             return _wrapped(elem, work)
@@ -214,7 +214,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         return self._leaf().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Of what is no leaf, torch says that only leaves can be copied.
+        # If the tensor is no leaf, torch raises that only leaves can be copied.
         return copy.deepcopy(self._leaf() if self.is_leaf else self.wait(), memo)
 
     def _leaf(self) -> Tensor:
@@ -265,7 +265,7 @@ def _view(
 
 @functools.cache
 def _kind_of(func: Any) -> str:
-    """How an operator is handled."""
+    """Decide how to handle an operator."""
     if not isinstance(func, torch_internals.OpOverload):
         return "other"
     if torch_internals.has_kernel(func.name(), "CompositeImplicitAutograd"):

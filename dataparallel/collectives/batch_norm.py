@@ -303,7 +303,7 @@ def _has_others(group: LocalGroup, label: str, replicas: int) -> bool:
 def _forward(
     layer: BatchNorm, input: Tensor, group: Group, label: str, *, uses_batch: bool
 ) -> Tensor:
-    """What ``layer`` does, with the statistics of all members if it uses those of the batch."""
+    """Run ``layer``, with the statistics of all members if it uses those of the batch."""
     check_input_of(layer, input)
     if input.size(1) != layer.num_features:
         raise RuntimeError(
@@ -327,7 +327,7 @@ def _is_alone(group: str | LocalGroup, label: str) -> bool:
 @untraced
 def _is_only_replica(group: LocalGroup, label: str) -> bool:
     if isinstance(group, HybridGroup) and not group.is_alone():
-        # How many members there are, only a collective could tell.
+        # Only a collective could count the members.
         return False
     if current_rendezvous() is None:
         # A part of forward that runs again would not meet the replicas that it had met.

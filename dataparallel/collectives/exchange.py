@@ -1,4 +1,4 @@
-"""What the members of several processes compute, by one collective of torch's.
+"""The computation of the members of several processes, by one of torch's collectives.
 
 Note [Exchanges]
 ~~~~~~~~~~~~~~~~
@@ -58,11 +58,11 @@ from dataparallel.collectives.operations import (
 from dataparallel.comm.local import may_be_deferred
 from dataparallel.devices import is_accelerator
 
-# What every collective of every backend takes.
+# The types that every collective of every backend takes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOVED = frozenset({*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8})
 _COMPLEX = (torch.complex64, torch.complex128)
-# Of bytes that are 0 or 1.
+# The operations on booleans, as bytes that are 0 or 1.
 _OF_BOOLS = dict.fromkeys(("sum", "bor", "max"), "max")
 _OF_BOOLS |= dict.fromkeys(("product", "band", "min"), "min")
 
@@ -81,7 +81,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one process does for a collective. See Note [Exchanges].
+    """The part of one process in a collective. See Note [Exchanges].
 
     Attributes:
         primitive: The collective of torch's; "nothing" where all know that there are no elements.
@@ -188,7 +188,7 @@ def _reduction(collective: Collective, inputs: Sequence[Tensor], layout: Layout)
 
 
 def _loaded(op: str, own: Tensor) -> tuple[str | None, Tensor]:
-    """Which operation a backend does, with what; None if it can't do it.
+    """Return the operation that a backend does and its input; None if it cannot do it.
 
     See Note [What backends cannot reduce].
     """
@@ -305,7 +305,7 @@ def _pieces(collective: Collective, inputs: Sequence[Tensor], layout: Layout) ->
         ]
         for members in layout.of_rank
     ]
-    # What others send follows from the collective, and from the shapes here.
+    # The collective and the shapes here tell what others send.
     routes = [
         [
             (target, piece.shape)
@@ -339,7 +339,7 @@ def _pieces(collective: Collective, inputs: Sequence[Tensor], layout: Layout) ->
 def _piece_of(
     collective: Collective, source: int, target: int, size: int, like: Tensor
 ) -> Tensor | None:
-    """What stands for a piece of another member's tensor: of the right shape."""
+    """Return a stand-in, of the right shape, for a piece of another member's tensor."""
     shape = list(like.shape)
     if isinstance(collective, AllToAll):
         shape[0] = sum(collective.input_splits[source])
@@ -364,7 +364,7 @@ def _unpacked(arrived: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale(like: Tensor) -> int:
-    """How many elements travel for one of a tensor that is only moved."""
+    """Count the elements that travel for one of a tensor that is only moved."""
     return 1 if like.dtype in _MOVED else like.element_size()
 
 

@@ -592,18 +592,18 @@ def _run(collective: Collective, tensor: Tensor, group: Group, tag: str) -> Tens
 
 
 def _place_in(target: str | LocalGroup) -> tuple[int, int]:
-    """Which member this is, from 0, and how many there are."""
+    """Return the index of this member and the number of members."""
     return process_group.place_in(target) if isinstance(target, str) else target.place()
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:
-    # What is no tensor at all is refused later.
+    # A value that is no tensor is refused later.
     is_scalar = isinstance(tensor, Tensor) and tensor.dim() == 0
     return tensor.reshape(1) if is_scalar else tensor
 
 
 def _splits(gets: Sequence[int], gives: Sequence[int]) -> AllToAll:
-    """What this member asks for."""
+    """Return the split sizes of this member."""
     return AllToAll(output_splits=(tuple(gets),), input_splits=(tuple(gives),))
 
 
@@ -618,9 +618,9 @@ def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
 
 # --- groups ----------------------------------------------------------------------------------
 
-#: What functions take as ``group``: a process group (None: the default one), its name, a list of
-#: the ranks of a process group, lists of such ranks, a mesh of one dimension, a mesh and one of its
-#: dimensions, a group of replicas, or ``"local"`` or ``"hybrid"``.
+#: The values that functions take as ``group``: a process group (None: the default one), its name, a
+#: list of the ranks of a process group, lists of such ranks, a mesh of one dimension, a mesh and
+#: one of its dimensions, a group of replicas, or ``"local"`` or ``"hybrid"``.
 Group: TypeAlias = Any
 
 _BY_NAME = {"local": LocalGroup(), "hybrid": HybridGroup()}

@@ -125,7 +125,7 @@ class LocalGroup:
         return f"{type(self).__name__}(timeout={self.timeout:g})"
 
     def size(self) -> int:
-        """How many members the group has here."""
+        """Return the number of members that the group has here."""
         return self.place()[1]
 
     def rank(self) -> int:
@@ -151,7 +151,7 @@ class LocalGroup:
             assert own is not None
             return collective.combine([own], 0, tensor)
         refuse_in_replica(collective.name)
-        # Where a fault is found by the replica that makes it, its error names this replica.
+        # If the replica that makes a fault also finds it, its error names this replica.
         collective = collective.checked(tensor, rendezvous.num_replicas)
         brought = Brought.here(collective, tensor)
         key = collective.signature(tensor)
@@ -192,7 +192,7 @@ class LocalCall(Call):
 
 
 class Brought(NamedTuple):
-    """What a member wants and gives; from where, and how it uses the result."""
+    """The request and the tensor of a member, its stream, and its use of the result."""
 
     collective: Collective
     #: Requires grad only where the member records gradients.
@@ -203,7 +203,7 @@ class Brought(NamedTuple):
 
     @staticmethod
     def here(collective: Collective, tensor: Tensor) -> Brought:
-        """What this thread brings."""
+        """Make the record of this thread."""
         if tensor.requires_grad and not torch.is_grad_enabled():
             tensor = tensor.detach()
         stream = current_stream(tensor.device) if is_accelerator(tensor.device) else None
@@ -351,7 +351,7 @@ class HybridGroup(LocalGroup):
         # Held from an agreement to the end of the collective.
         self._lock = threading.RLock()
         self._link: ProcessLink | None = None
-        # Of the collectives over the link.
+        # The number of collectives over the link.
         self._count = 0
         # See Note [Order of hybrid nodes in backward]: of each call of several replicas, and of the
         # nodes that a backward makes, by its number.
@@ -451,7 +451,7 @@ class HybridGroup(LocalGroup):
         return results
 
     def _checked(self, call: HybridCall, brought: Sequence[Brought]) -> Collective:
-        """What all want together. Raises, if it does, in all processes."""
+        """Return the collective that all want together, or raise in all processes."""
         collective, size = brought[0].collective, call.size
         if not isinstance(collective, AllToAll):
             # All that is looked at here, the processes have agreed on.

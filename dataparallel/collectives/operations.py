@@ -1,4 +1,4 @@
-"""What each collective does, and its derivative, which is made of other collectives.
+"""The rules of each collective and its derivative, which is made of other collectives.
 
 Note [Pieces]
 ~~~~~~~~~~~~~
@@ -45,7 +45,7 @@ from dataparallel.graph.functions import NodeStreams, apply_function, on_streams
 
 # --- reductions ------------------------------------------------------------------------------
 
-#: What each does with two tensors of one shape and dtype.
+#: The operation of each on two tensors of one shape and dtype.
 _COMBINED: dict[str, Any] = {
     "sum": torch.add,
     "product": torch.mul,
@@ -120,7 +120,7 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.label or self.function
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class Collective:
         return f"{self.name}({', '.join(texts)})"
 
     def signature(self, tensor: Tensor) -> str:
-        """What must be the same at all members, as a text."""
+        """Return, as a text, the properties that must be the same at all members."""
         return f"{self} of {dtype_name(tensor)} {tuple(tensor.shape)}"
 
     def checked(self, tensor: Tensor, size: int) -> Collective:
@@ -163,7 +163,7 @@ class Collective:
         return self if dim == self.dim else dataclasses.replace(self, dim=dim)
 
     def agree(self, others: Sequence[Collective]) -> Collective:
-        """What all members ask for together; ``others`` are in their order, this one among them."""
+        """Return the common request of all members; ``others`` has them in order, with this one."""
         return self
 
     def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
@@ -199,7 +199,7 @@ class Collective:
 
 
 def sides_of(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Who came to what, a line for each text; empty where all came to the same."""
+    """Return a line for each text and those who came to it; empty if all came to the same."""
     came: dict[str, list[str]] = {}
     for text, name in zip(texts, names, strict=True):
         came.setdefault(text, []).append(name)
@@ -323,7 +323,7 @@ class AllToAll(Collective):
         return tensor.narrow(0, sum(gives[:target]), gives[target])
 
     def reversed(self) -> AllToAll:
-        """What brings all rows back."""
+        """Return the collective that brings all rows back."""
         return AllToAll(output_splits=self.input_splits, input_splits=self.output_splits)
 
 
@@ -391,7 +391,7 @@ class Node(torch.autograd.Function):
         ctx.streams = NodeStreams(places, places)
         if call.collective.op in EXTREMES | {"product"}:
             if not torch.compiler.is_compiling():
-                # What a member in inference mode gives cannot be saved itself; it is a constant.
+                # The tensor of a member in inference mode cannot be saved itself; it is a constant.
                 given = [x.clone() if x.is_inference() else x for x in given]
             ctx.save_for_backward(*given)
 
@@ -481,6 +481,6 @@ def _times_factor(
 
 
 def _zero(empty: Tensor, shape: Sequence[int]) -> Tensor:
-    # Of what has no elements, so that all members have the same nodes in their graphs: where only
-    # the root's graph leads to a collective, the root waits for the others in the next derivative.
+    # The sum of no elements gives all members the same nodes in their graphs. If only the root's
+    # graph led to a collective, the root would wait for the others in the next derivative.
     return empty.sum().expand(tuple(shape))

@@ -71,14 +71,14 @@ from dataparallel.devices import Stream, current_stream, use_stream
 from dataparallel.graph.functions import apply_function
 from dataparallel.torch_internals import group_named
 
-#: When collectives are compared: never; the first three, and three after a difference; or always.
+#: Collectives are compared never; the first three, and three after a difference; or always.
 CheckMode: TypeAlias = Literal["off", "sampled", "always"]
 
 _FIRST = 3
 # Seconds that a rank waits for the others before it launches without an answer.
 _PATIENCE = 0.5
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.02
-# How many checks are kept in the store for those that come late.
+# The number of checks that stay in the store for processes that come late.
 _KEPT = 64
 
 _GO_ON = "Nothing else was launched, so all processes can go on with the next collective"
@@ -90,7 +90,7 @@ _GIVE_UP = (
 
 @torch_internals.mark_constant
 def place_in(name: str) -> tuple[int, int]:
-    """Which process of the group of this name this is, and how many there are."""
+    """Return the rank of this process in the group of this name, and the group's size."""
     group = group_named(name)
     return group.rank(), group.size()
 
@@ -163,7 +163,7 @@ class ProcessCall(Call):
         return self.exchange(collective, x).traced(self.group_name)[0]
 
     def exchange(self, collective: Collective, x: Tensor) -> Exchange:
-        """What this process does for a collective."""
+        """Return the part of this process in a collective."""
         return exchange_of(collective, [x], Layout((1,) * self.size, self.rank))
 
     def start(self, tensor: Tensor, *, at_once: bool = False) -> Tensor:
@@ -218,11 +218,11 @@ class ProcessWork:
             self.result = arrived.view(tensor.dtype).view(shape).data
         else:
             self.result = tensor.new_empty(shape)
-        # What the backend reads and writes, and what remains to be done; None once it is done.
+        # The tensors that the backend reads and writes, and the step that is left; None at the end.
         self._rest: tuple[Tensor, Tensor, Callable[[Tensor], list[Tensor]]] | None
         self._rest = sent, arrived, exchange.finish
         self._stream: Stream | None = current_stream(tensor.device)
-        # Who has failed before may go on nevertheless, and is expected here.
+        # A process that has failed before may go on nevertheless, and is expected here.
         self._generation = self._checks.failures.generation
         self._started = time.monotonic()
         self._turn = threading.Lock()
@@ -310,9 +310,9 @@ class GroupChecks:
     """The collectives of one process group, as this process counts and compares them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        #: What is known of failures of the other processes.
+        #: The known failures of the other processes.
         self.failures = failures_of(group)
-        #: That of the last collective.
+        #: The number of the last collective.
         self.number = 0
         # Up to which number they are compared.
         self._until = 0.0
@@ -354,7 +354,7 @@ class GroupChecks:
         while not self._all_go_together():
             if time.monotonic() > deadline:
                 self._write(call, left=True)
-                # Who has come meanwhile may not have seen that.
+                # A process that has come meanwhile may not have seen that.
                 self._all_go_together()
                 return
             time.sleep(pause)
@@ -418,7 +418,7 @@ def checks_of(group: dist.ProcessGroup) -> GroupChecks:
 
 
 def choose_checks(mode: CheckMode, name: str | None) -> None:
-    """When the group of that name compares; None: all that are used from now on."""
+    """Set when the group of that name compares; None: all groups that are used from now on."""
     global _default_mode
     if name is None:
         _default_mode = mode

@@ -330,7 +330,7 @@ def is_async(function: Any) -> bool:
 
 def expect_future(result: Any, function: Any) -> None:
     """Raise a TypeError unless a function that is marked so has returned a future."""
-    # What `then` returns is not of the class in Python.
+    # The result of `then` is not of the class in Python.
     if not isinstance(result, torch_internals.Future):
         raise TypeError(
             f"{getattr(function, '__qualname__', function)} is marked with async_execution, so it "
@@ -355,12 +355,12 @@ class Envelope:
     body: bytes
     #: Detached.
     tensors: list[torch.Tensor]
-    #: Of each tensor at the sender if it was copied to the host, else "".
+    #: For each tensor its device at the sender if it was copied to the host, else "".
     devices: list[str]
-    #: Which of the tensors require grad, as indices.
+    #: The indices of the tensors that require grad.
     attached: list[int]
     references: list[Any]
-    #: What the sender tells of the messages of the context, see Note [Live sends].
+    #: The sender's news of the messages of the context, see Note [Live sends].
     news: list[int]
 
 

@@ -123,7 +123,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def debug_info() -> dict[str, int]:
-    """What distributed autograd has under way on this worker.
+    """Return the counts of distributed autograd's work under way on this worker.
 
     Example::
 
@@ -322,10 +322,10 @@ class _ContextHome(GradientHome):
 
 
 class _ContextPasses(BackwardPasses):
-    """What the wrappers ask about passes. See Note [Gradients in a context]."""
+    """The answers to the wrappers' questions about passes. See Note [Gradients in a context]."""
 
     def home(self) -> GradientHome:
-        """Where the backward that runs in this thread leaves gradients."""
+        """Return the place in which the backward of this thread leaves gradients."""
         native = loaded()
         under_way = None if native is None else native.current_pass()
         return IN_GRAD if under_way is None else _ContextHome(under_way.context())

@@ -70,7 +70,7 @@ _AnyWorker: TypeAlias = Worker
 
 
 class Extension(Protocol):
-    """What ``csrc/bindings.cpp`` offers."""
+    """The interface of ``csrc/bindings.cpp``."""
 
     def Worker(self, name: str, id: int) -> Worker: ...
     def wait_for_threads(self, seconds: float) -> bool: ...

@@ -412,7 +412,7 @@ def _settle(outcome: _Held[Any], value: Any = None, error: BaseException | None 
 
 
 def _answer(outcome: _Held[Any]) -> Any:
-    """What is sent to the caller; an error as torch's RPC sends those of functions."""
+    """Return the answer for the caller; an error as torch's RPC sends those of functions."""
     error = outcome.exception()
     if error is None:
         return outcome.result()

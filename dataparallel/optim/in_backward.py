@@ -31,7 +31,7 @@ from dataparallel.graph.originals import IN_GRAD, GradientHome
 
 
 class DividedOptimizer(Optimizer):
-    """What users see of an optimizer that steps in parts. See Note [Parts of an optimizer].
+    """The user's view of an optimizer that steps in parts. See Note [Parts of an optimizer].
 
     Raises:
         ValueError: The class is not known to be divisible, or refuses an argument.
@@ -120,7 +120,7 @@ class InBackwardOptimizers(DividedOptimizer):
 
 
 class TorchsOptimizers:
-    """What torch's ``_apply_optimizer_in_backward`` has left on parameters, where it stays."""
+    """The optimizers that torch's ``_apply_optimizer_in_backward`` left on parameters."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         taken = ((p, torch_internals.take_optimizers_in_backward(p)) for p in parameters)

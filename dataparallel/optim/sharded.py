@@ -110,7 +110,7 @@ class ShardedOptimizer(DividedOptimizer):
                     self._step_part(stand_ins)
                     stepped.append(stand_ins)
         finally:
-            # When all have begun, since a device that gets values waits for them.
+            # Write when all have begun, since a device that gets values waits for them.
             for stand_ins in stepped:
                 _write(stand_ins)
         return loss
@@ -127,7 +127,7 @@ class ShardedOptimizer(DividedOptimizer):
             ValueError: Its groups are not like those of this optimizer.
         """
         self._follow()
-        # Of parameters it looks at the number, the dtype and the device only.
+        # It looks only at the number, the dtype and the device of parameters.
         places = {
             p: torch.empty(0, dtype=p.dtype, device=self._devices[place])
             for p, place in self._place.items()

@@ -102,7 +102,7 @@ _LONG = 0.25
 
 
 class Pace:
-    """Whether the replicas of one owner take less time in turn than at the same time.
+    """A measurement of whether the replicas of one owner take less time in turn.
 
     Where a module calls many small operators, the threads of its replicas mostly wait for the
     interpreter's lock, and hand it over at each operator. In turn they keep it. Backward needs the
@@ -110,7 +110,7 @@ class Pace:
     so the pace times some calls either way, and keeps the faster way.
     """
 
-    #: Whether the call that has begun is timed.
+    #: True if the call that has begun is timed.
     is_trial = False
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Pace:
             self._num_calls += 2 * _NUM_TRIED - trial
             self._in_turn = False
         elif trial == 2 * _NUM_TRIED - 1:
-            # Where several threads call, all that were timed may have run in one way.
+            # If several threads call, all timed calls may have run in one way.
             if all(self._seconds):
                 median = [sorted(each)[len(each) // 2] for each in self._seconds]
                 self._in_turn = median[True] < median[False]
@@ -214,11 +214,11 @@ class _Run(Generic[T]):
     timeline: Timeline | None
     phase: Phase
     meeting: meetings.Rendezvous
-    #: Whether the caller is within ``parametrize.cached()``.
+    #: True if the caller is within ``parametrize.cached()``.
     within_cached: bool
 
     def label(self, index: int) -> str:
-        """Where a replica runs, for error messages."""
+        """Return the place of a replica for error messages."""
         return f"in replica {index} on device {self.devices[index]}"
 
     def replica(self, index: int) -> T:
@@ -265,7 +265,7 @@ class _Run(Generic[T]):
 
 @contextlib.contextmanager
 def _waiting(timeline: Timeline | None, turns: Turns | None, index: int) -> Iterator[None]:
-    """What a replica is within while it waits for the others."""
+    """Mark that a replica waits for the others."""
     if turns is not None:
         turns.end(index)
     with (

@@ -45,7 +45,7 @@ from dataparallel import torch_internals
 from dataparallel.threads import exclusive
 from dataparallel.threads import random as replica_random
 
-# Why a thread holds the lock.
+# The reason for which a thread holds the lock.
 _REASON = "what torch.compile sets while it compiles"
 # The compiler looks for gradients of parameters, which those of a clone do not have themselves.
 _GRAD_OF_ALIAS = "The .grad attribute of a Tensor that is not a leaf"
@@ -68,7 +68,7 @@ class CompileLock:
     def reset(self) -> None:
         """Forget what other threads compile, as in a forked child, where they are gone."""
         self._installing = threading.Lock()
-        # What ends each compilation of the owner.
+        # The contexts that end each compilation of the owner.
         self._ends: list[AbstractContextManager[None]] = []
 
     def install(self) -> None:
@@ -102,7 +102,7 @@ class CompileLock:
             yield
 
 
-#: Of this process.
+#: The lock of this process.
 lock = CompileLock()
 
 if hasattr(os, "register_at_fork"):
@@ -116,11 +116,11 @@ class ParallelCall:
     """One call of several replicas in which compiled code may be called."""
 
     num_devices: int
-    #: Whether the replicas are to run one after another.
+    #: True if the replicas are to run one after another.
     in_turn: bool
     #: The CUDA graphs of the calling thread, which its replicas use.
     graphs: dict[str, Any]
-    #: Whether a replica came to compile.
+    #: True if a replica came to compile.
     has_compiled: bool = False
 
     @contextlib.contextmanager
@@ -162,7 +162,7 @@ def compiled_call(
 
 
 def _kind_of(call: Callable[[], Any]) -> Hashable:
-    """What a call has in common with others; None where nothing in it can be compiled."""
+    """Return what makes calls alike; None if nothing in the call can be compiled."""
     parts = (call.func, *call.args) if isinstance(call, functools.partial) else ()
     modules = tuple((type(m), m.training) for m in parts if isinstance(m, nn.Module))
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -99,7 +99,7 @@ def _settings(places: frozenset[torch.device]) -> tuple[_Setting, ...]:
 
 
 class ThreadContext:
-    """What each replica's thread has from the calling thread; its share of the CPU's threads."""
+    """The caller's settings for the threads of replicas, and their shares of the CPU's threads."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
@@ -130,7 +130,7 @@ class ThreadContext:
                 self._within.append(functools.partial(torch_internals.dispatch_mode, mode))
 
     def task(self, index: int, call: Callable[..., T], *args: Any) -> Callable[[], T]:
-        """What calls ``call`` as this thread would, on the device of a replica."""
+        """Return a function that runs ``call`` as this thread would, on the device of a replica."""
         # Contextvars are a copy of their own for each task.
         return functools.partial(self._variables.copy().run, self._run, index, call, *args)
 
@@ -207,7 +207,7 @@ def _setters() -> tuple[Callable[[int], object], ...]:
 
 @functools.lru_cache(maxsize=64)
 def pauses(devices: tuple[torch.device, ...], process: int) -> list[Callable[[], object]]:
-    """What ends the OpenMP threads of the calling thread; nothing where no slots share the CPU."""
+    """Return functions that end the caller's OpenMP threads; none if no slots share the CPU."""
     library, shares = _library(), sum(not _devices.is_accelerator(device) for device in devices) > 1
     # A forked process has none of the threads that it would wait for. In LLVM's OpenMP all threads
     # of a process pause together.

@@ -1,4 +1,4 @@
-"""What one replica of the process does while all others stand still.
+"""Work that one replica of the process does while all others stand still.
 
 Note [State of the process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -51,10 +51,10 @@ class ExclusiveLock:
     def reset(self) -> None:
         """Forget all threads, as in a forked child, where they are gone."""
         self._changed = threading.Condition()
-        #: What each thread runs that shares the lock.
+        #: The work of each thread that shares the lock.
         self._running: dict[threading.Thread, object] = {}
-        # Who holds the lock, or waits only for replicas: why, how many times, how long others may
-        # wait for it, and what it ran before.
+        # The thread that holds the lock, or waits only for replicas: its reason, its depth, how
+        # long others may wait for it, and its work before.
         self._owner: threading.Thread | None = None
         self._reason = ""
         self._depth = 0
@@ -116,7 +116,7 @@ class ExclusiveLock:
         return self._is_wanted() and not self._sharing()
 
     def depth(self) -> int:
-        """How many times this thread holds the lock."""
+        """The number of times that this thread holds the lock."""
         return self._depth if self._owner is threading.current_thread() else 0
 
     @contextlib.contextmanager
@@ -269,7 +269,7 @@ class ExclusiveLock:
             )
 
 
-#: Of this process.
+#: The lock of this process.
 lock = ExclusiveLock()
 
 

@@ -1,4 +1,4 @@
-"""Where the current code runs, and the meeting point of the replicas of one call.
+"""The place where the current code runs, and the meeting point of the replicas of one call.
 
 Synchronized batch norm needs the statistics of every replica in the middle of forward. The
 replicas meet here: each brings its value, replica 0 combines all values, each takes its part.
@@ -57,7 +57,7 @@ class Rendezvous:
         self._waiting = waiting
         self._changed = threading.Condition()
         self._meeting: _Meeting | None = None
-        # Why no meeting takes place any more.
+        # The reason why no meeting takes place any more.
         self._over: str | None = None
 
     # Replicas meet in Python's own locks, which the compiler cannot follow.
@@ -108,7 +108,7 @@ class Rendezvous:
     def close(self, why: str) -> None:
         """Release every replica that waits, with an error; later meetings fail at once."""
         with self._changed:
-            # What failed after somebody had left most likely failed because of that.
+            # A later error most likely follows from a replica that had left.
             self._over = self._over or why
             if self._meeting is not None:
                 self._end(self._meeting, self._missed(self._meeting.key))
@@ -148,7 +148,7 @@ def _replicas(indices: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Replica:
-    """Where the current code runs.
+    """The place where the current code runs.
 
     Attributes:
         index: Index of the replica within the process, from 0.

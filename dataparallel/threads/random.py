@@ -86,7 +86,7 @@ class ReplicaGenerators:
     def generator(
         self, index: int, made: dict[torch.device, torch.Generator], device: torch.device
     ) -> torch.Generator | None:
-        """What replica ``index`` draws from on a device; ``made`` keeps those of the replica."""
+        """Return a replica's generator for a device; ``made`` keeps those of the replica."""
         own = self._devices[index]
         if device.index is None and device.type == own.type:
             device = own
@@ -161,7 +161,7 @@ class _Local(threading.local):
             torch_internals.include_key(key, included)
 
 
-#: What this thread draws from.
+#: The source of this thread's random numbers.
 drawing = _Local()
 
 
@@ -173,7 +173,7 @@ def current_source() -> Source | None:
 
 
 def own_generator(device: torch.device) -> torch.Generator | None:
-    """What this thread draws from on a device, or ``None`` where that is the default generator."""
+    """Return this thread's generator for a device, or ``None`` for the default generator."""
     source = current_source()
     if source is None:
         return None
@@ -281,7 +281,7 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
         with _lock:
             before = default.get_state()
             default.set_state(own.get_state())
-            # What the operation calls draws from the default one, too: attention calls another
+            # Operations that this one calls draw from the default one, too: attention calls another
             # fused operation.
             torch_internals.include_key(_kernels().key, False)
             try:

@@ -1,4 +1,4 @@
-"""When each replica begins and ends a phase, for whoever listens.
+"""The beginning and end of each phase of a replica, for any listener.
 
 Note [Phases of a replica]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -55,7 +55,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Of so many spans the time of one is measured; a prime, so that no phase is left out.
+#: One span in this many is timed; a prime number, so that each phase has its turn.
 _MEASURED = 17
 _LONGEST = 0.001
 
@@ -128,9 +128,9 @@ class Listener(NamedTuple):
 
     #: With each span that ends.
     on_span: Callable[[Span], None] | None = None
-    #: When a forward begins: number of samples per replica, whether it computes gradients.
+    #: Called as a forward begins: the samples per replica, and True if it computes gradients.
     on_call: Callable[[Sequence[int], bool], None] | None = None
-    #: When replicas are dropped or added: per replica which it was, None for a new one.
+    #: Called as replicas are dropped or added: the old index of each one, or None if it is new.
     on_devices: Callable[[Sequence[int | None]], None] | None = None
 
 
@@ -138,7 +138,7 @@ NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 class Timeline:
-    """What the parts of one wrapper tell about their phases. See Note [Phases of a replica]."""
+    """The phases of the parts of one wrapper. See Note [Phases of a replica]."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.listeners: tuple[Listener, ...] = ()

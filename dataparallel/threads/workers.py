@@ -25,8 +25,8 @@ from dataparallel.errors import add_note, locate
 
 T = TypeVar("T")
 
-# How often an interrupted call looks, every 0.01 s, whether its replicas have ended, and after how
-# many looks it interrupts them again.
+# An interrupted call looks every 0.01 s whether its replicas have ended: this many times at most,
+# and after so many looks it interrupts them again.
 _LOOKS, _AGAIN = 70, 20
 # Seconds that closing waits for each idle thread to end.
 _JOIN_TIMEOUT = 1.0
@@ -49,7 +49,7 @@ class Turns:
     """Lets the replicas of a call run one after another, each until it ends or waits for others."""
 
     def __init__(self, num_replicas: int) -> None:
-        # That the replica after each may start.
+        # One event per replica, set when the replica after it may start.
         self._passed = [threading.Event() for _ in range(num_replicas)]
 
     def wait(self, index: int, is_busy: Callable[[], bool]) -> None:
@@ -225,7 +225,7 @@ class WorkerPools:
         try:
             results = call.take(label)
         except BaseException:
-            # What a task has left behind in its thread is gone with it.
+            # Closing the threads also removes what a task has left in its own.
             workers.close()
             raise
         self._idle.append(workers)
