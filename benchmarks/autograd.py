@@ -23,7 +23,7 @@ from dataparallel.tools.bench.harness import Contestant, Outcome, Task, team_of
 
 #: Seconds that one call, and the end of all workers, may take.
 _TIMEOUT = 120.0
-#: What a call multiplies by: exact in float32, and 64 of them leave its range alone.
+#: The factor of a call: exact in float32, and 64 of them stay within its range.
 _FACTOR = 1.125
 
 
@@ -98,7 +98,7 @@ def _conclude(
 
 
 def name_of(calls: int, numbers: int) -> str:
-    """What is shown of a chain of calls with so many numbers each."""
+    """Return the name of a chain of calls with this many numbers each."""
     kib = numbers // 256
     return f"{calls} x {kib} KiB" if kib else f"{calls} calls"
 
@@ -114,7 +114,7 @@ class AutogradTask(Task):
     transport: str
 
     def begin(self) -> Caller:
-        """What measures, in the worker process."""
+        """Make the object that measures, in the worker process."""
         return Caller(self)
 
 

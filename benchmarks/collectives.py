@@ -92,7 +92,7 @@ def _conclude(
 
 
 def plan_members(form: str, arguments: argparse.Namespace) -> tuple[Contestant, ...]:
-    """Who is measured, in the order of a round."""
+    """Return the contestants, in the order of a round."""
     own = arguments.devices
     processes = HYBRID_PROCESSES if form == "hybrid" else 1
     members = len(own) * processes
@@ -138,7 +138,7 @@ def phase(who: str, operation: str, size: int) -> str:
 
 
 def elements(size: int, members: int) -> int:
-    """How many numbers a member's input has: what fits into ``size``, in equal parts for all."""
+    """Count the numbers of a member's input, which fit into ``size`` in equal parts for all."""
     return size // _ELEMENT // members * members
 
 
@@ -160,7 +160,7 @@ class CollectivesTask(Task):
     operations: tuple[str, ...] = OPERATIONS[:1]
 
     def begin(self) -> Members:
-        """What measures, in the worker process."""
+        """Make the object that measures, in the worker process."""
         return Members(self)
 
 
@@ -253,7 +253,7 @@ def take_turns(
 
 
 def _calls(task: CollectivesTask, operation: str) -> dict[str, Call]:
-    """What this process calls, by contestant."""
+    """Return the calls of this process, by contestant."""
     if task.kind == "ours":
         return {"ours": lambda x: ours.all_reduce(x, "sum", task.form)}
     if task.kind == "bare":
@@ -291,12 +291,12 @@ def _reduce_in_place(tensor: Tensor) -> Tensor:
 
 
 def known_input(count: int, member: int) -> Tensor:
-    """What a member gives: whole numbers whose sums float32 holds exactly, different for each."""
+    """Make a member's input: whole numbers whose sums float32 holds exactly, different for each."""
     return torch.arange(count).remainder_(_PERIOD).to(torch.float32).mul_(member + 1)
 
 
 def known_result(operation: str, count: int, member: int, members: int) -> Tensor:
-    """What a member gets when all give their :func:`known_input`, in equal pieces."""
+    """Return a member's result when all give their :func:`known_input`, in equal pieces."""
     inputs = (known_input(count, other) for other in range(members))
     if operation == "all_gather_tensor":
         return torch.cat(list(inputs))

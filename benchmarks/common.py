@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, ours beside its peers as a table, a bar, JSON."""
+"""The parts that benchmarks share: options, ours beside its peers as a table, a bar, JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def means(lines: Sequence[Line]) -> dict[str, tuple[str, Spread]]:
         own = [line.ratios for line in lines if line.section == section]
         peer = next(iter(own[0]), "")
         each = [some[peer] for some in own if peer in some]
-        # Where computation hides all of ours, for one, there is no mean.
+        # There is no mean if, for one, computation hides all of ours.
         if each and all(one.low > 0.0 for one in each):
             found[section] = peer, geometric_mean(each)
     return found
@@ -156,7 +156,7 @@ def main(parser: Parser, run: Callable[[argparse.Namespace], int]) -> int:
 def report(
     title: str, lines: Sequence[Line], arguments: argparse.Namespace, notes: Sequence[str]
 ) -> Report:
-    """What was measured, and whether all is right and no bar is missed."""
+    """Report the measurements, and if all is right and no bar is missed."""
     found = means(lines)
     bar = arguments.bar
     missed = [section for section, (_, mean) in found.items() if bar and mean.median > bar]
@@ -200,7 +200,7 @@ def size_name(size: int) -> str:
 
 
 def repetitions(size: int, largest_size: int, steps: int) -> int:
-    """How often something is repeated in a turn, where the largest of its kind is ``steps`` times.
+    """Count the repetitions in a turn, if the largest of its kind has ``steps`` of them.
 
     Smaller ones take as much time together, up to a number that is enough.
     """

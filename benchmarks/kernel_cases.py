@@ -1,4 +1,4 @@
-"""What the benchmark of kernels calls: ours and torch's on the same buffers.
+"""The cases of the benchmark of kernels: our calls and torch's on the same buffers.
 
 Note [Bytes that a kernel must move]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -27,11 +27,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MANY, FEW = 400, 4
 _LISTS = (f"{MANY} tensors", f"{FEW} tensors")
 _VARIANTS = {"reduce_add": ("2 inputs", "4 inputs", "8 inputs")}
-#: How the elements of a transformer's layer, of a width of 100, divide among its tensors.
+#: The elements of each tensor of a transformer's layer with a width of 100.
 _LAYER = (1, 1, 300, 3, 100, 1, 1, 1, 400, 4, 400, 1)
 #: Addresses of tensors are multiples of so many bytes where each has memory of its own.
 _ALIGNMENT = 512
-#: Of gradients, as between two replicas.
+#: The number of bytes that divides the address of a tensor with memory of its own.
 _SCALE = 0.5
 
 Call = Callable[[], object]
@@ -60,12 +60,12 @@ class KernelCase:
 
     @property
     def numel(self) -> int:
-        """How many elements have that size."""
+        """Return the number of elements that have that size."""
         return self.size // DTYPES[self.dtype].itemsize
 
     @property
     def count(self) -> int:
-        """How many inputs or tensors there are."""
+        """Return the number of inputs or tensors."""
         return int(self.variant.split()[0])
 
 

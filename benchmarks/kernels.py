@@ -39,7 +39,7 @@ from dataparallel.tools.arguments import Parser, names_in
 from dataparallel.tools.bench.harness import Spread, Tell, spread
 from dataparallel.tools.bench.runner import Report, met, progress, publish
 
-#: Where memory is what limits; on the CPU, where the references run, fewer are enough.
+#: Sizes for devices that memory limits; on the CPU, which runs the references, fewer are enough.
 SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 SIZES_ON_CPU = "64KiB,1MiB,16MiB"
 
@@ -47,7 +47,7 @@ SIZES_ON_CPU = "64KiB,1MiB,16MiB"
 #: little, for the kernels that only move and add.
 COPY_BAR, COPY_FROM = 1 / 0.9, 16 * 2**20
 _COPYING = ("reduce_add", "flatten", "unflatten")
-#: Where torch has no single operation for it: these must be faster at every size.
+#: The variants for which torch has no single operation: these must be faster at every size.
 _FASTER = {
     "reduce_add": ("2 inputs", "4 inputs", "8 inputs"),
     "flatten": ("400 tensors",),
@@ -144,7 +144,7 @@ def _notes(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn of a contestant gave.
+    """The results of one turn of a contestant.
 
     Attributes:
         seconds: Of a call, a median.
@@ -166,7 +166,7 @@ class Stopwatch:
         if self._queued:
             self._buffer = torch.zeros(flush, dtype=torch.uint8, device=device)
             devices.synchronize(device)
-            # How long the device is busy with it.
+            # Measure the time that the device takes for it.
             begin = time.perf_counter()
             self._flush(10)
             devices.synchronize(device)

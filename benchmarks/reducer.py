@@ -28,8 +28,9 @@ GRADIENT_SETS: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 #: Largest relative error of a gradient's element that counts as rounding.
 TOLERANCE = 1e-5
-#: What a wrapper's own timers tell of a backward: its computation, its communication from the
-#: first bucket's launch to the last one's end, and what of that computation does not hide.
+#: The parts of a backward in a wrapper's own timers: its computation, its communication from the
+#: first bucket's launch to the last one's end, and the communication that computation does not
+#: hide.
 PARTS = ("computation", "communication", "exposed")
 
 _LAYOUTS = "1x1,1x2,1x4,2x1,2x2,2x4"
@@ -149,7 +150,7 @@ class ReducerTask(Task):
     bucket_cap_mb: float | None = None
 
     def begin(self) -> Reduction:
-        """What measures, in the worker process."""
+        """Make the object that measures, in the worker process."""
         return Reduction(self)
 
 

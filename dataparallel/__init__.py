@@ -34,8 +34,8 @@ if _typing.TYPE_CHECKING:
 
     __version__: str
 
-#: Where each public name is: a module, or what a module has by this name. All are imported when
-#: they are first asked for, so that who needs one room does not load the others.
+#: The module of each public name, or the module that has it by this name. Each is imported when it
+#: is first asked for, so that users of one room do not load the others.
 _PLACES = {
     "DataParallel": "dataparallel.parallel.data_parallel",
     "DistributedDataParallel": "dataparallel.parallel.distributed",
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> _typing.Any:
         try:
             value = metadata.version("dataparallel")
         except metadata.PackageNotFoundError:
-            # Of a copy that nobody has installed, nobody knows it.
+            # A copy that nobody has installed has no version.
             value = "0+unknown"
     elif name in _PLACES:
         with _importing:

@@ -1,4 +1,4 @@
-"""What a device is: device lists, streams, copies and threads.
+"""The operations on a device: device lists, streams, copies and threads.
 
 This is the only file that branches on the device type. Everything above it works with
 ``torch.device`` and the streams that come from here. Accelerators are driven through
@@ -43,8 +43,8 @@ def accelerators() -> tuple[torch.device, ...]:
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return ()
-    # Whether the accelerator is available would be asked of CUDA itself, which no fork survives;
-    # the number is asked of the driver.
+    # CUDA itself cannot say after a fork if the accelerator is available; the driver can say the
+    # number.
     count = torch.accelerator.device_count()
     return tuple(torch.device(kind.type, index) for index in range(count))
 
@@ -196,7 +196,7 @@ def recording(stream: torch.Stream, pool: Any) -> Iterator[Any]:
 
 
 def _module(device: torch.device) -> Any:
-    """What answers for a device, whichever ``torch.accelerator`` is: there may be virtual ones."""
+    """Return the module for a device, not for ``torch.accelerator``: there may be virtual ones."""
     return torch.get_device_module(device)
 
 
@@ -206,18 +206,18 @@ def memory_allocated(device: torch.device) -> int:
 
 
 class Memory(NamedTuple):
-    """What is known of the memory of an accelerator; zeros for the CPU."""
+    """The memory of an accelerator; zeros for the CPU."""
 
     #: The most bytes that tensors have occupied at a time.
     peak: int = 0
     #: Bytes that there are.
     total: int = 0
-    #: How often the allocator found none free, gave back all that it had cached, and tried again.
+    #: The number of times that the allocator found no memory, gave back its cache, and tried again.
     retries: int = 0
 
 
 def memory_of(device: torch.device) -> Memory:
-    """What is known of a device's memory."""
+    """Return the facts about a device's memory."""
     if device.type == "cpu":
         return Memory()
     stats, total = _module(device).memory_stats(device), 0
@@ -253,7 +253,7 @@ def copy_stream(device: torch.device) -> Stream:
     if device.type == "cpu":
         return None
     if device not in _copy_streams:
-        # Of several threads that come here at once, one wins.
+        # If several threads come here at once, one of them wins.
         _copy_streams.setdefault(device, torch.Stream(device))
     return _copy_streams[device]
 
@@ -367,7 +367,7 @@ def synchronize(device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=64)
 def intra_op_shares(devices: tuple[torch.device, ...], num_threads: int) -> tuple[int, ...]:
-    """How many intra-op threads each slot may use, so that CPU slots together use what one would.
+    """Divide intra-op threads among the slots, so that CPU slots together use those of one.
 
     At least 1, as (3, 3, 2) of 8; all for accelerators, whose threads need no limit.
     """

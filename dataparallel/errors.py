@@ -1,4 +1,4 @@
-"""What the messages of errors are made of: lists, suggestions, and where something happened."""
+"""The parts of error messages: lists, suggestions, and the place where something happened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 # --- lists ----------------------------------------------------------------------------------------
 
-#: How many entries a message shows. A model may have thousands of tensors, and nobody sees the
+#: The most entries that a message shows. A model may have thousands of tensors, and nobody sees the
 #: beginning of a message that names all of them.
 MOST = 3
 

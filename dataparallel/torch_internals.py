@@ -71,7 +71,7 @@ class _Missing:
 
 
 def _private(path: str) -> Any:
-    """What torch has under a private name."""
+    """Return the object that torch has under a private name."""
     try:
         return operator.attrgetter(path.removeprefix("torch."))(torch)
     except AttributeError:
@@ -84,11 +84,11 @@ def _private(path: str) -> Any:
 #: calls over one graph, and code that a checkpoint runs again from code that forward runs.
 current_graph_task_id: Callable[[], int] = _private("torch._C._current_graph_task_id")
 
-#: Whether a node takes part in the backward that runs now. In ``autograd.grad`` torch raises for
+#: True if a node takes part in the backward that runs now. In ``autograd.grad`` torch raises for
 #: the leaf whose gradient is captured, which callers take for yes.
 will_execute: Callable[[Any], bool] = _private("torch._C._will_engine_execute_node")
 
-#: Whether the backward that runs now was called with ``retain_graph``: the graphs of replicas
+#: True if the backward that runs now was called with ``retain_graph``: the graphs of replicas
 #: behind it then are kept as well.
 keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_graph_task_keep_graph")
 
@@ -96,8 +96,8 @@ keeps_graph: Callable[[], bool] = _private("torch._C._autograd._get_current_grap
 #: failure of the forward.
 StopRecomputation: Any = _private("torch.utils.checkpoint._StopRecomputationError")
 
-#: How many tensors and storage objects refer to a storage, by its address. Tells whether anybody
-#: else has the memory of a gradient.
+#: The number of tensors and storage objects that refer to a storage, by its address. It tells if
+#: anybody else has the memory of a gradient.
 uses_of_storage: Callable[[int], int] = _private("torch._C._storage_Use_Count")
 #: The address of a storage object's storage, which tells storages apart.
 address_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
@@ -108,7 +108,7 @@ when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.qu
 #: The tables of a module's hooks that its forward may add to. A clone has its own where they are
 #: empty.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Whether a tensor can take the memory of another one and stay the object that it is; ``module.to``
+#: True if a tensor can take the memory of another one and stay the object that it is; ``module.to``
 #: asks, too.
 takes_memory_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private(
     "torch._has_compatible_shallow_copy_type"
@@ -125,7 +125,7 @@ keep_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter")
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What calls a module after ``module.compile()``, its hooks within; None before that."""
+    """Return the call of a compiled module with its hooks; None before ``module.compile()``."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -146,11 +146,11 @@ def forward_mode_level() -> int:
 
 # --- thread-local context --------------------------------------------------------------------
 #
-# What the thread of a replica takes over from its caller; Note [What is thread-local] in
-# ``threads/context.py``.
+# The settings that the thread of a replica takes over from its caller; Note [What is thread-local]
+# in ``threads/context.py``.
 
-#: Whether gradients of forward mode are on, whether a backward uses threads of its own, whether
-#: views are replayed, and whether ``__torch_function__`` is off: how to read it, how to set it.
+#: For each setting its getter and its setter: gradients of forward mode, threads for a backward of
+#: its own, replay of views, and ``__torch_function__`` off.
 THREAD_SETTINGS = tuple(
     (_private(f"torch._C.{get}"), _private(f"torch._C.{put}"))
     for get, put in (
@@ -205,22 +205,22 @@ record_range: Any = _private("torch._C._profiler._RecordFunctionFast")
 
 # --- transforms and traces -------------------------------------------------------------------
 
-#: Whether a transform of ``torch.func`` is active: tensors of one thread cannot be moved to others
-#: then.
+#: True if a transform of ``torch.func`` is active: tensors of one thread then cannot be moved to
+#: others.
 transforms_active: Any = _private("torch._C._are_functorch_transforms_active")
 #: The innermost transform, or None.
 innermost_transform: Callable[[], Any] = _private("torch._C._functorch.peek_interpreter_stack")
-#: Whether a tensor stands for another one within a transform, and so has no memory.
+#: True if a tensor stands for another one within a transform, and so has no memory.
 is_transformed: Any = _private("torch._C._functorch.is_functorch_wrapped_tensor")
-#: Whether a tensor stands for many: within a ``vmap``, and in ``is_grads_batched``.
+#: True if a tensor stands for many: within a ``vmap``, and in ``is_grads_batched``.
 is_batched_by_vmap: Any = _private("torch._C._functorch.is_batchedtensor")
 is_batched_by_autograd: Any = _private("torch._C._functorch.is_legacy_batchedtensor")
-#: What ``torch.jit.trace`` records into, or None.
+#: The recording of ``torch.jit.trace``, or None.
 tracing_state: Callable[[], Any] = _private("torch._C._get_tracing_state")
 
 # --- the dispatcher --------------------------------------------------------------------------
 
-#: How many dispatch modes there are in this thread; cheaper than their list.
+#: The number of dispatch modes in this thread; cheaper than their list.
 num_dispatch_modes: Callable[[], int] = _private("torch._C._len_torch_dispatch_stack")
 #: One of torch's own modes, by its key, or None.
 torchs_dispatch_mode: Callable[[Any], Any] = _private("torch._C._get_dispatch_mode")
@@ -228,9 +228,9 @@ TorchsModes: Any = _private("torch._C._TorchDispatchModeKey")
 #: A context without dispatch modes, for operations that are no concern of the user's modes.
 without_dispatch_modes: Any = _private("torch.utils._python_dispatch._disable_current_modes")
 
-#: Whether an operator, by its name, has a kernel for a dispatch key.
+#: True if an operator, by its name, has a kernel for a dispatch key.
 has_kernel: Callable[[str, str], bool] = _private("torch._C._dispatch_has_kernel_for_dispatch_key")
-#: Whether a key is switched on in this thread, and the switch.
+#: The state of a key in this thread, and its switch.
 is_key_included: Callable[[Any], bool] = _private("torch._C._dispatch_tls_is_dispatch_key_included")
 include_key: Any = _private("torch._C._dispatch_tls_set_dispatch_key_included")
 #: The key that ``torch.export`` traces under.
@@ -264,7 +264,7 @@ make_wrapper_subclass: Callable[..., Any] = _private("torch.Tensor._make_wrapper
 refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr")
 #: The ``__torch_function__`` of a class that handles operators only.
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
-#: Of another base, the view that a tensor is of its own: what fake tensors are made by.
+#: Makes the view of another base that a tensor is of its own: fake tensors are made by it.
 replay_view: Callable[..., torch.Tensor] = _private("torch._C.TensorBase._view_func_unsafe")
 #: The tensor of which another one is a view; None where it is none.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
@@ -315,11 +315,11 @@ def versions_being_loaded() -> Any:
     return None
 
 
-#: What all batch norms are derived from, the synchronized one of this package too.
+#: The base class of all batch norms, the synchronized one of this package too.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-#: What all instance norms are derived from.
+#: The base class of all instance norms.
 InstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
-#: Whether a tensor consists of others that its ``__tensor_flatten__`` tells.
+#: True if a tensor consists of others that its ``__tensor_flatten__`` tells.
 is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 
@@ -328,7 +328,7 @@ def check_input_of(layer: BatchNorm, tensor: torch.Tensor) -> None:
     layer._check_input_dim(tensor)  # type: ignore[no-untyped-call]
 
 
-#: Where torch leaves the names of what is not reduced, in a module; and how.
+#: The attribute of a module in which torch leaves ignored names, and the function that sets it.
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 ignore_names: Callable[[torch.nn.Module, Any], None] = _private(
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
@@ -351,7 +351,7 @@ foreach_mul: Any = _private("torch._foreach_mul")
 foreach_mul_: Any = _private("torch._foreach_mul_")
 foreach_norm: Any = _private("torch._foreach_norm")
 
-#: How containers are opened that were registered with ``torch.utils._pytree``, by their class.
+#: The openers of containers that were registered with ``torch.utils._pytree``, by their class.
 registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED_NODES")
 #: The leaves of containers as torch opens them.
 tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_leaves")
@@ -450,7 +450,7 @@ def time_limits(group: Any) -> list[datetime.timedelta]:
     return limits
 
 
-#: How many collectives of a group were called here; RuntimeError where its backend forgets.
+#: The number of collectives of a group that were called here; RuntimeError if its backend forgets.
 num_collectives: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 
 #: Collectives under the names that they had before, which old programs call.
@@ -475,7 +475,7 @@ if torch.distributed.is_available():
     #: waits.
     functional_operators: Any = _private("torch.ops._c10d_functional")
 
-#: What a wrapper has of the ``Join`` that it takes part in; torch's base class sets it.
+#: The settings of the ``Join`` in which a wrapper takes part; torch's base class sets them.
 JOIN_CONFIG = "_join_config"
 join_config: Callable[[Any], Any] = operator.attrgetter(JOIN_CONFIG)
 
@@ -497,12 +497,12 @@ def open_with(future: Any, function: Callable[[Any], object]) -> None:
     future._set_unwrap_func(function)
 
 
-#: What ``torch.distributed.rpc.functions.async_execution`` sets on a function.
+#: The mark that ``torch.distributed.rpc.functions.async_execution`` sets on a function.
 ASYNC_MARK = "_wrapped_async_rpc_function"
 
 
 def rpc_agent() -> Any:
-    """What sends the calls of ``torch.distributed.rpc``; None before ``init_rpc``."""
+    """Return the sender of calls of ``torch.distributed.rpc``; None before ``init_rpc``."""
     api: Any = importlib.import_module("torch.distributed.rpc.api")
     return api._get_current_rpc_agent() if api._is_current_rpc_agent_set() else None
 
@@ -786,7 +786,7 @@ class _State(NamedTuple):
     read: Callable[..., tuple[Any, ...]]
     setters: tuple[str, ...]
     num_keys: int = 0
-    #: Whether it is entered and left, by nobody who reads it.
+    #: True if it is entered and left, and nobody reads it.
     is_level: bool = False
 
 
@@ -796,7 +796,7 @@ def _state(name: str, setters: str, *getters: str) -> _State:
 
 
 def _of(*getters: str) -> Callable[[], tuple[Any, ...]]:
-    """What reads state by functions of ``torch._C``, as far as there are such."""
+    """Return a function that reads state by those functions of ``torch._C`` that exist."""
     names = [getter for getter in getters if hasattr(torch._C, getter)]
     found = [_private(f"torch._C.{name}") for name in names]
     return lambda: tuple(get() for get in found)
@@ -811,11 +811,11 @@ _FLAGS = {
 }
 
 
-#: What torch keeps once for the whole process, and a forward may set and set back; a replica does
-#: so alone, see Note [State of the process] in ``threads/exclusive.py``. Left out is what changes
-#: no results, as warnings, and what nobody sets back, as the number of threads.
+#: The state that torch keeps once for the whole process, and a forward may set and set back. A
+#: replica does so alone, see Note [State of the process] in ``threads/exclusive.py``. State is left
+#: out if it changes no results, as warnings, or if nobody sets it back, as the number of threads.
 _OF_PROCESS = (
-    # Who leaves the level deletes the tangents of all threads.
+    # A thread that leaves the level deletes the tangents of all threads.
     _State(
         "the level of forward-mode derivatives",
         lambda: (forward_mode_level(),),
@@ -953,19 +953,19 @@ def _changed_by(
 
 
 class _Parametrized(threading.local):
-    """What ``parametrize.cached()`` keeps in replicas, in each for itself.
+    """The cache of ``parametrize.cached()`` in replicas, one for each.
 
     It stands in the place of torch's dict while a replica is within such a block. The keys in that
     are those of the wrapped module, also for its replicas on other devices. Outside of replicas all
     is as torch has it, where compiled code can follow.
     """
 
-    #: What others keep, and how many blocks replicas are within.
+    #: The cache of others, and the number of blocks that replicas are within.
     _others: ClassVar[dict[Any, Any]] = {}
     _num_blocks: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        # How many blocks this replica is within, and what it keeps; None where this is none.
+        # The number of blocks that this replica is within, and its values; None if it is in none.
         self._depth = 0
         self._values: dict[Any, Any] | None = None
 
@@ -994,7 +994,7 @@ class _Parametrized(threading.local):
             self._values, self._depth = before
 
     def cached(self, original: Callable[[], Iterator[None]]) -> Iterator[None]:
-        """What ``parametrize.cached()`` does."""
+        """Cache as ``parametrize.cached()`` does."""
         if torch.compiler.is_compiling() or self._values is None:
             yield from original()
             return

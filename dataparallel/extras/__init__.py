@@ -1,1 +1,1 @@
-"""What stands above the wrappers and is imported when it is first asked for."""
+"""The features above the wrappers, which are imported when they are first asked for."""

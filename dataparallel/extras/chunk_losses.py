@@ -1,4 +1,4 @@
-"""What the loss of a chunk counts in that of the batch, found out by comparing.
+"""The weight of a chunk's loss in the loss of the batch, found by comparison.
 
 Note [How losses of chunks make the batch's]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,16 +38,16 @@ _SUM = "sum"
 
 
 class _Known(NamedTuple):
-    """What is known of the losses of calls with the same arguments."""
+    """The facts about the losses of calls with the same arguments."""
 
     #: The rules that may be right, the best first.
     rules: Sequence[str]
-    #: How far they were apart, at most, where they were compared.
+    #: Their largest distance when they were compared.
     tried: float = 0.0
 
 
 class ChunkLosses:
-    """What the loss of a chunk counts; see Note [How losses of chunks make the batch's].
+    """The weights of chunks' losses; see Note [How losses of chunks make the batch's].
 
     It is the wrapper's ``scalars=``, and :meth:`before` a hook on its forward. The loss is the
     first 0-d output. ``labels`` are names of arguments; None: each tensor of integers may hold
@@ -71,7 +71,7 @@ class ChunkLosses:
         self._known: dict[Hashable, _Known] = {}
 
     def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        """What a chunk counts in the mean of losses; None where losses add up."""
+        """Return the weight of a chunk in the mean of losses; None if losses add up."""
         kwargs["num_items_in_batch"] = num_items_in_batch
         known = self._known.get(_kind(args, kwargs))
         rule = known.rules[0] if known else _SUM
@@ -111,7 +111,7 @@ class ChunkLosses:
     def _compare(
         self, args: Any, kwargs: Mapping[str, Any], known: _Known, counts: Mapping[str, Tensor]
     ) -> _Known:
-        """What is known after the model has run on two samples, if these tell more."""
+        """Run the model on two samples, if these tell more, and return the new facts."""
         means = [rule for rule in known.rules if rule != _SUM]
         table = torch.stack([counts[rule] for rule in means]).cpu().double()
         ours, theirs, apart = _most_different(table)
@@ -175,7 +175,7 @@ class ChunkLosses:
 
 
 def _kind(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
-    """What calls have in common whose losses are made in the same way."""
+    """Return the common properties of calls whose losses are made in the same way."""
     given = frozenset([name for name, value in kwargs.items() if value is not None])
     return given, *(value for value in args if isinstance(value, str))
 
@@ -204,7 +204,7 @@ def _most_different(table: Tensor) -> tuple[int, int, float]:
 
 
 class _Ran(NamedTuple):
-    """What a model made of some samples."""
+    """The results of a model for some samples."""
 
     #: The 0-d outputs, the loss first.
     scalars: Mapping[str, Tensor]
@@ -234,12 +234,12 @@ def _run(model: nn.Module, args: Any, kwargs: Mapping[str, Any], rows: list[int]
 
 
 def _distances(weights: Sequence[float], both: _Ran, *each: _Ran) -> dict[str, float]:
-    """How far two samples are from the weighted sum of each, by output; up to 1 it is rounding."""
+    """Measure, by output, how far two samples are from their weighted sum; up to 1 is rounding."""
     tensors = [*both.scalars.values(), *both.gradients]
     tolerance = 5e-2 if any(x.dtype.itemsize < 4 for x in tensors) else 1e-3
     off = {}
     for name, whole in both.scalars.items():
-        # What has no weight may be no number.
+        # A value without weight may be no number.
         parts = [w * r.scalars[name].double() for w, r in zip(weights, each, strict=True) if w]
         off[name] = _gap(whole, torch.stack(parts).sum()) / tolerance
     least = 1e-3 * max([float(x.double().norm()) for x in both.gradients], default=0.0)

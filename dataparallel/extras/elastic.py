@@ -206,12 +206,12 @@ def _open_store(rank: int, url: str, makes_it: bool, limit: datetime.timedelta) 
     place = urllib.parse.urlsplit(url)
     if makes_it and place.hostname and place.port and sys.platform != "win32":
         with contextlib.suppress(ValueError, OSError):
-            # Where this is an address of the machine, nobody is to come from other networks.
+            # If this is an address of the machine, nobody may come from other networks.
             host = str(ipaddress.ip_address(place.hostname))
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             server = socket.create_server((host, place.port), family=family, backlog=2048)
             return TCPStore(host, place.port, None, True, limit, False, True, server.detach())
-    # Where their number is open, rank 0 waits for none of the others here.
+    # If the number of ranks is open, rank 0 waits for none of the others here.
     store: Store = next(rendezvous(f"{url}?rank={rank}&world_size=-1", timeout=limit))[0]
     store.set_timeout(limit)
     return store

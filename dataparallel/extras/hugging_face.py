@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 class ReplicasMixin:
-    """What lets any class of Hugging Face that is a ``Trainer`` use all devices of its process.
+    """A mixin that lets a subclass of Hugging Face's ``Trainer`` use all devices of its process.
 
     Example::
 

@@ -24,7 +24,7 @@ from dataparallel.parallel.distributed import DistributedDataParallel
 
 __all__ = ["Replicas", "ReplicasMixin"]
 
-#: Where Lightning may be; a name alone imports nothing.
+#: The packages that may contain Lightning; a name alone imports nothing.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _REMEDY = (
     'Say what a chunk counts with Replicas(weight="samples"), or with a function of the batch; or '
@@ -45,7 +45,7 @@ with needs_extra("lightning"):
 
 
 class ReplicasMixin:
-    """What makes a strategy for one device of either package of Lightning one for replicas.
+    """A mixin that turns a strategy of Lightning for one device into one for replicas.
 
     Example::
 

@@ -19,7 +19,7 @@ if _typing.TYPE_CHECKING:
     from dataparallel.monitor.readings.reading import DeviceReading as DeviceReading
     from dataparallel.monitor.readings.reading import ProcessReading as ProcessReading
 
-#: What needs the extra is imported when somebody asks for it.
+#: The names that need the extra; each is imported when somebody asks for it.
 _PLACES = {
     "Collector": "collector",
     "DeviceReading": "reading",

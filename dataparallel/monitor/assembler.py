@@ -161,7 +161,7 @@ class StepAssembler:
     def _use_devices(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         self._clocks = {device: _DeviceClock(device) for device in devices}
-        #: When each replica was done with the step before.
+        #: The time at which each replica was done with the step before.
         self._last_end = [0] * len(self._devices)
 
     # --- what is told ----------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class StepAssembler:
 def _segments(
     intervals: list[_Interval], begin: int, end: int, backwards: Sequence[int] | None
 ) -> tuple[Segment, ...]:
-    """What a replica did from ``begin`` to ``end``: of spans within each other the innermost."""
+    """Return a replica's segments from ``begin`` to ``end``: of nested spans the innermost."""
     named = _with_gaps(intervals, begin, end, backwards)
     cuts = sorted({begin, end, *(t for _, b, e in named for t in (b, e) if begin < t < end)})
     segments: list[Segment] = []
@@ -392,7 +392,7 @@ class _DeviceClock:
         self._distance = None if self._anchor is None else time.perf_counter_ns()
 
     def host_time(self, event: torch.Event, recorded: int) -> int:
-        """When an event happened, by the host's clock; events come as they were recorded."""
+        """Return the host's time of an event; events come in the order of their recording."""
         if self._anchor is not None:
             self._at += int(self._anchor.elapsed_time(event) * 1e6)
         self._anchor = event
@@ -409,14 +409,15 @@ class OptimizerSpans:
     """
 
     def __init__(self, timeline: Timeline, target: nn.Module | Optimizer) -> None:
-        # What torch keeps must not keep the model.
+        # The hooks that torch keeps must not keep the model.
         self._timeline = weakref.ref(timeline)
         self._target = weakref.ref(target)
         self._ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         #: The step of a class may call that of its base. Torch says nothing of one that raises.
         self._begun: weakref.WeakKeyDictionary[Optimizer, list[AbstractContextManager[object]]]
         self._begun = weakref.WeakKeyDictionary()
-        #: What would make the step of one of ours faster, of which nothing else may be left.
+        #: The option that would make the step of one of ours faster, if nothing else is left to
+        #: advise.
         self.faster_option = ""
         handles = [
             register_optimizer_step_pre_hook(self._before),

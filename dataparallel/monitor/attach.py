@@ -57,7 +57,7 @@ def runs() -> list[int]:
 
 
 class Answers(NamedTuple):
-    """What runs have told: their states, in order, and of the others why not, in words."""
+    """The states of runs, in order, and the reasons in words why others did not answer."""
 
     states: tuple[RunState, ...]
     problems: tuple[str, ...]

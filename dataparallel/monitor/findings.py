@@ -49,8 +49,8 @@ _WORTHWHILE = 0.03
 _MUCH = 0.15
 #: The slowest replica is a straggler if it takes so much longer than the mean, and so with ranks.
 NOTABLE = 0.1
-#: Of several replicas on one device one is slower for a reason of its own only if it is so nearly
-#: always: otherwise they take turns on the processors.
+#: If several replicas share a device, one of them is slower for a reason of its own only if it is
+#: so nearly always: otherwise they take turns on the processors.
 _NEARLY_ALWAYS = 0.75
 #: Phases in which operators run.
 _COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
@@ -108,10 +108,10 @@ class Part(NamedTuple):
     seconds: float
     samples: float
     replicas: Sequence[ReplicaTotals]
-    #: Of which kind its last step is; None if that is unknown.
+    #: The kind of its last step; None if that is unknown.
     kind: str | None
     begins_run: bool
-    #: That last step by itself, where it is known.
+    #: The last step by itself, if it is known.
     last: Part | None = None
 
     @staticmethod
@@ -150,7 +150,7 @@ class ReplicaScore:
 
 @dataclass(frozen=True)
 class RunTotals:
-    """What parts of a run come to."""
+    """The totals over parts of a run."""
 
     num_steps: int
     seconds: float
@@ -163,16 +163,16 @@ class RunTotals:
 
     @property
     def step_seconds(self) -> float:
-        """How long one step took on average; 0 without steps."""
+        """Return the average time of a step; 0 without steps."""
         return self.seconds / self.num_steps if self.num_steps else 0.0
 
     @property
     def computes(self) -> list[float]:
-        """Of each replica the seconds per step in which it computes at its own speed."""
+        """Return the seconds per step in which each replica computes at its own speed."""
         return [one.compute for one in self.replicas]
 
     def each(self, phase: Phase) -> list[float]:
-        """Of each replica the seconds per step in a phase."""
+        """Return the seconds per step of each replica in a phase."""
         return [one.seconds.get(phase, 0.0) for one in self.replicas]
 
     def mean(self, *phases: Phase) -> float:
@@ -181,7 +181,7 @@ class RunTotals:
 
 
 def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
-    """What parts of a run, which have the same replicas, come to."""
+    """Add up parts of a run, which have the same replicas."""
     number = sum(part.num_steps for part in parts)
     own_phases = _own_phases(parts, info)
     rows, samples = [], []
@@ -275,7 +275,7 @@ def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler |
     excess = max(always, (imbalance(totals, steps) or 1.0) - 1)
     if excess < NOTABLE:
         return None
-    # What takes turns evens out in the totals.
+    # Delays of replicas that take turns even out in the totals.
     moves = always < excess / 2
     rows = [row for row in (_computes(step, totals) for step in steps) if any(row)]
     if rows and len({one.device for one in totals.replicas}) == 1:
@@ -338,7 +338,7 @@ def _change(totals: RunTotals, kind: str, saved: float, text: str, **numbers: fl
 
 
 def change(kind: str, gain: float, text: str, **numbers: float) -> Finding:
-    """What a change would save, as a share of a step; a warning where that is much."""
+    """Make a finding whose change saves a share of a step; a warning if that is much."""
     gain = min(0.99, max(0.0, gain))
     return Finding(kind, text, "warning" if gain >= _MUCH else "info", gain, numbers)
 

@@ -12,7 +12,7 @@ from typing import Any
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.summary import Summary
 
-#: What the names of metrics begin with.
+#: The first part of the names of metrics.
 _PREFIX = "dataparallel/"
 
 

@@ -59,7 +59,7 @@ class ModuleSpans:
 
     def __init__(self, timeline: Timeline, target: nn.Module | Optimizer) -> None:
         self._timeline = timeline
-        # What ends a monitor that is collected holds this; it may not hold the model.
+        # The end of a collected monitor holds this; it may not hold the model.
         self._target = weakref.ref(target)
         self._handles: weakref.WeakKeyDictionary[nn.Module, list[Any]]
         self._handles = weakref.WeakKeyDictionary()
@@ -117,7 +117,7 @@ class ModuleSpans:
             device = None if target is None else device_of(target)
             if device is not None and device != self._timeline.devices[0]:
                 self._timeline.use_devices([device], [None])
-            # Of several modules each may get the batch.
+            # Each of several modules may get the batch.
             self._timeline.call((_num_samples(args, kwargs) if is_first else 0,))
             self.seconds += time.thread_time() - began
             self._open = _Forward(module, self._timeline)
@@ -180,7 +180,7 @@ class _Forward:
 
     def __init__(self, module: nn.Module, timeline: Timeline) -> None:
         self.module = module
-        #: How often the module calls itself.
+        #: The number of calls of the module by itself.
         self.depth = 0
         self._before = sys.exc_info()[1]
         self._span = timeline.span("forward", 0)

@@ -1,4 +1,4 @@
-"""What is known of one training step: how long each replica was in which phase."""
+"""The record of one training step: the time of each replica in each phase."""
 
 from __future__ import annotations
 

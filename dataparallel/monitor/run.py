@@ -1,4 +1,4 @@
-"""What a run tells those who watch it."""
+"""The facts that a run tells those who watch it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dataparallel.threads.timeline import Phase, Timeline
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What does not change while a run goes on.
+    """The facts that stay the same while a run goes on.
 
     Attributes:
         model: Name of the class of the module, or of the optimizer.
@@ -132,7 +132,7 @@ class RunState:
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """What no other run has; a process may have several."""
+        """Return the identity that no other run has; a process may have several."""
         return self.host, self.pid, self.number
 
     def to_json(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def describe_run(
 
 
 def _names(target: nn.Module | Optimizer) -> tuple[str, str]:
-    """Of the innermost module, and of what wraps it."""
+    """Return the names of the innermost module and of its wrapper."""
     if isinstance(target, Optimizer):
         return type(target).__name__, "optimizer"
     found = []
@@ -225,7 +225,7 @@ def _names(target: nn.Module | Optimizer) -> tuple[str, str]:
 
 
 def _num_cpus(local_world_size: int) -> float:
-    """How many processors the processes on this machine may use, also in a container."""
+    """Count the processors that the processes on this machine may use, also in a container."""
     ask = getattr(os, "sched_getaffinity", None)
     if ask is None:
         count = float(os.cpu_count() or 1)
@@ -244,7 +244,7 @@ def rank_of_process() -> int:
 
 
 def name_of_job() -> str:
-    """What all processes that train together have in common, and no others have.
+    """Return the name that all processes of one training share, and no others have.
 
     A launcher tells it in the environment; else they are the children of one process.
     """
@@ -272,7 +272,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """What identifies an accelerator in every process and tool; None where nothing does."""
+    """Return the identity of an accelerator in every process and tool; None if it has none."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if properties is None else getattr(properties(device), "uuid", None)
     return None if uuid is None else f"GPU-{uuid}"

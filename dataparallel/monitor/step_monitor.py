@@ -1,4 +1,4 @@
-"""What watches a model while it trains."""
+"""The monitor of a model while it trains."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StepMonitor:
         self._on_step = on_step
         self._lock = threading.Lock()
         self._steps: deque[StepRecord] = deque(maxlen=keep)
-        # What ends a monitor that is collected holds these; they may not hold the monitor.
+        # The end of a collected monitor holds these; they may not hold the monitor.
         self._listener = Listener(
             on_call=None if self._logger is None else _weakly(self._log),
             on_devices=_weakly(self._on_devices),
@@ -221,7 +221,7 @@ class StepMonitor:
             return list(self._steps)
 
     def summary(self) -> Summary:
-        """What the steps that are kept come to: shares of phases, stragglers, what to change."""
+        """Summarize the steps that are kept: shares of phases, stragglers, changes to make."""
         return self._summarize(self.steps)
 
     def _summarize(self, steps: Sequence[StepRecord]) -> Summary:

@@ -1,4 +1,4 @@
-"""What the steps of a run come to: numbers, text, and HTML for notebooks."""
+"""The summary of the steps of a run: numbers, text, and HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dataparallel.threads.timeline import PHASES
 _ENOUGH = 3
 #: A step that takes more than so many times the median is an outlier: a compilation, a checkpoint.
 _OUTLIER = 5.0
-#: Where more than this share of the steps takes so long, that is how the run is.
+#: If more than this share of the steps takes so long, it is the way of the run.
 _RARE = 0.1
 
 _WIDTH = 100
@@ -40,7 +40,7 @@ _NO_STEP = (
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long steps take, in seconds.
+    """The times of steps, in seconds.
 
     Attributes:
         median: Half of them take at most so long.
@@ -55,7 +55,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the steps of a run come to; ``str`` makes a text of it.
+    """The summary of the steps of a run; ``str`` makes a text of it.
 
     Attributes:
         num_steps: How many steps it is about.
@@ -207,7 +207,7 @@ class Summary:
         return f"<Summary: {self.num_steps} steps, {self.step_seconds:.3g} s each>"
 
     def _repr_html_(self) -> str:
-        # What a notebook shows of the last value of a cell; it has a style of its own for tables.
+        # A notebook shows this for the last value of a cell; it has a style of its own for tables.
         if not self.num_steps:
             return f"<p>{_NO_STEP}</p>"
         columns = [[html.escape(cell) for cell in column] for column in self._columns()]

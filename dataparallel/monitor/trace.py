@@ -56,7 +56,7 @@ def _events(steps: Sequence[StepRecord], info: RunInfo, rank: int) -> Iterator[_
             count = {"name": "samples per second", "ph": "C", "pid": rank, "args": rate}
             yield {**count, "ts": _microseconds(step.time)}
         for replica in step.replicas:
-            # Where it is behind the host, it begins where its step before ended.
+            # A replica behind the host begins where its step before ended.
             follows = step.number == last + 1
             begin = max(ends[replica.index], step.time) if follows else step.time
             args = {"step": step.number, "samples": replica.samples}

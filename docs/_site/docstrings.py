@@ -45,7 +45,7 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """What is written in Sphinx's way, as Markdown."""
+    """Convert Sphinx's markup to Markdown."""
     text = _DIRECTIVE.sub(lambda found: f"{found[1].title()}:", text)
     text = _BLOCK.sub(_fence, _TITLE.sub(r"**\1**\n", text))
     text = _JOINT.sub(

@@ -92,7 +92,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         if path.is_dir():
             return found[2]
         if not path.is_file() or not path.is_relative_to(ROOT):
-            # What leads nowhere stays, and is an error of the strict build.
+            # A link that leads nowhere stays, and is an error of the strict build.
             return found[0]
         here = posixpath.dirname(page.file.src_uri)
         return (

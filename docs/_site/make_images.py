@@ -102,7 +102,7 @@ def started(*words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def draw_top(samples: Sequence[Sample]) -> str:
-    """What `top` shows after these samples, as SVG."""
+    """Draw, as SVG, what `top` shows after these samples."""
 
     async def main() -> str:
         app = TopApp(View(interval=0.5), deque(samples), lambda: True, is_live=False)

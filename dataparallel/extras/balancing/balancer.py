@@ -39,11 +39,11 @@ _log = logging.getLogger("dataparallel")
 
 # Steps whose records are made together: no more, so that it is known soon what has changed.
 _MOST_AT_ONCE = 5
-# What a replica is left with of a chunk for which its memory was too small.
+# The part of a chunk that a replica keeps after its memory was too small for all of it.
 _KEPT = 0.75
 # Every forward asks; mostly for the same batch size.
 _divide = functools.lru_cache(divide)
-# Which replicas ran out of memory in the attempt at a forward under way.
+# The replicas that ran out of memory in the attempt at a forward under way.
 _failed: ContextVar[set[int] | None] = ContextVar("balanced_attempt", default=None)
 
 
@@ -130,7 +130,7 @@ class Balancer:
         self._lock = threading.Lock()
         #: The most samples that each replica may get; None for a replica without a limit.
         self.limits: tuple[int | None, ...] = (None,) * len(self._devices)
-        # How the last batch was divided.
+        # The division of the last batch.
         self._sizes: tuple[int, ...] = ()
         self._steps = 0
         self._timeline = model.timeline
@@ -148,11 +148,11 @@ class Balancer:
     # --- how batches are divided -----------------------------------------------------------------
 
     def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """How many samples of a batch each replica gets that takes part."""
+        """Return the number of samples for each replica that takes part."""
         return _divide(batch_size, self._decisions.costs, self.limits)
 
     def chunk_sizes(self, batch_size: int, num_slots: int) -> Sequence[int]:
-        """What the wrapper asks when it scatters."""
+        """Return the chunk sizes when the wrapper scatters."""
         if num_slots != len(self._devices):
             return chunk_lengths(batch_size, num_slots)
         self._sizes = self.sizes(batch_size)
@@ -200,7 +200,7 @@ class Balancer:
     def attempt(
         self, call: Callable[..., T], modules: Sequence[nn.Module | None], inputs: Any
     ) -> T:
-        """What the wrapper runs its forwards through: again as long as other chunks may help."""
+        """Run a forward of the wrapper, and again as long as other chunks may help."""
         rollback, limits, is_first = Rollback(self._devices, modules, inputs), self.limits, True
         while True:
             failed: set[int] = set()

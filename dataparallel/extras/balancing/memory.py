@@ -1,4 +1,4 @@
-"""What lacks memory, and what a forward that ran out of it has changed meanwhile.
+"""The device that lacks memory, and the changes of a forward that ran out of it.
 
 Note [Too little memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -28,8 +28,8 @@ from dataparallel.batch.tree import flatten
 from dataparallel.errors import listed
 from dataparallel.threads.random import default_generator, own_generator
 
-# What is raised as a plain RuntimeError: by the CPU's allocator, and by libraries that allocate
-# for themselves.
+# The messages of plain RuntimeErrors: of the CPU's allocator, and of libraries that allocate for
+# themselves.
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -59,7 +59,7 @@ def replicas_named_by(error: BaseException, devices: Sequence[torch.device]) -> 
 
 
 class Rollback:
-    """What the forward of some modules may change, as it is now, and what cannot be brought back.
+    """The state that the forward of some modules may change, and reasons why it cannot run again.
 
     Values are written back where they are, so that what refers to a buffer goes on to do so; where
     a forward has assigned another tensor, or None, the buffer is the same object as before again.
@@ -70,7 +70,7 @@ class Rollback:
         self, devices: Iterable[torch.device], modules: Iterable[nn.Module | None], inputs: Any = ()
     ) -> None:
         every = [each for module in modules if module is not None for each in module.modules()]
-        #: What each module has as buffers, and what it had before.
+        #: The buffers of each module, now and before.
         self._registered = [(each._buffers, dict(each._buffers)) for each in every]
         found = [buffer for _, kept in self._registered for buffer in kept.values()]
         buffers = {id(each): each for each in found if each is not None}.values()
@@ -88,7 +88,7 @@ class Rollback:
         self._num_collectives = _num_collectives()
 
     def obstacle(self) -> str:
-        """Why the forward must not be run again, with what can be done; empty if it may."""
+        """Return why the forward must not run again, and the remedy; empty if it may."""
         # A group that nobody uses any more may be gone meanwhile.
         before = self._num_collectives
         if any(number > before.get(name, 0) for name, number in _num_collectives().items()):
@@ -124,7 +124,7 @@ class Rollback:
 
 
 def _num_collectives() -> dict[str, int]:
-    """How many collectives this process has called, by the names of its groups."""
+    """Count the collectives that this process has called, by the names of its groups."""
     if not dist.is_available() or not dist.is_initialized():
         return {}
     numbers: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How fast each replica computes, and how batches are divided by that.
+"""The speed of each replica, and the division of batches by it.
 
 Note [What a chunk costs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -38,13 +38,13 @@ _DISTINCT = 0.1
 _LEAST_SLOPE = 0.25
 # Backwards of replicas that are that close are one call; nanoseconds are rounded as floats.
 _SAME = 1e-6
-# Of a normal distribution, the standard deviation as a multiple of the median deviation, and the
+# For a normal distribution: the standard deviation as a multiple of the median deviation, and the
 # standard error of a median as a multiple of that of a mean.
 _DEVIATION = 1.4826
 _OF_MEDIAN = 1.2533
 # Steps after a change that are not measured: kernels are chosen, graphs compiled, caches filled.
 _SETTLING = 2
-# How many standard errors a gain must be above.
+# A gain must exceed this many standard errors.
 _CERTAIN = 3.0
 
 
@@ -52,13 +52,13 @@ _CERTAIN = 3.0
 
 
 class Cost(NamedTuple):
-    """What a chunk costs one replica: ``fixed + per_sample * samples`` seconds."""
+    """The cost of a chunk on one replica: ``fixed + per_sample * samples`` seconds."""
 
     fixed: float
     per_sample: float
 
     def seconds(self, samples: int) -> float:
-        """What a chunk of so many samples takes."""
+        """Return the time of a chunk of this many samples."""
         return self.fixed + self.per_sample * samples
 
 
@@ -99,7 +99,7 @@ def divide(
 
 
 def _done_within(seconds: float, costs: Sequence[Cost], most: Sequence[int]) -> list[int]:
-    """How many samples each replica can take in so much time, but at least one."""
+    """Return the number of samples that each replica can take in this time, but at least one."""
     return [
         max(1, min(limit, int((seconds - cost.fixed) / cost.per_sample)))
         for cost, limit in zip(costs, most, strict=True)
@@ -122,7 +122,7 @@ def _common_end(batch_size: int, costs: Sequence[Cost], most: Sequence[int]) -> 
 
 
 class Measurement(NamedTuple):
-    """Of one forward of a step: samples and own seconds of each replica, and common seconds."""
+    """Times of one forward: the samples and own seconds of each replica, and the common seconds."""
 
     samples: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -130,7 +130,7 @@ class Measurement(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a window of steps tells; ``noise`` is the standard error of the costs, as a fraction."""
+    """Costs from a window of steps; ``noise`` is their standard error, as a fraction."""
 
     costs: tuple[Cost, ...]
     common: float
@@ -139,7 +139,7 @@ class Estimate(NamedTuple):
 
 
 def measure(record: StepRecord) -> Measurement | None:
-    """What a record tells of the replicas' speed; None if a replica took no part."""
+    """Measure the replicas' speed from a record; return None if a replica took no part."""
     own = [_own_seconds(replica) for replica in record.replicas]
     backward = [_length_of_backward(replica) for replica in record.replicas]
     samples = [replica.samples for replica in record.replicas]
@@ -172,7 +172,7 @@ def _length_of_backward(replica: ReplicaStep) -> float:
 
 
 def estimate(steps: Sequence[Measurement]) -> Estimate:
-    """What some steps tell; there must be at least one."""
+    """Estimate costs from some steps; there must be at least one."""
     costs, errors = [], []
     for replica in range(len(steps[0].samples)):
         pairs = [(step.samples[replica], step.seconds[replica]) for step in steps]
@@ -280,7 +280,7 @@ class SplitDecisions:
         self.costs = costs
 
     def disturb(self, count: int) -> None:
-        """Of the steps that come next, so many may be unlike others, as what came before was."""
+        """Skip the next ``count`` steps, which may be unlike others; compare with none before."""
         self._skip = max(self._skip, count)
         self._before = None
 

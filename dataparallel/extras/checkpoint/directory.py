@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, TypeAlias
 import safetensors.torch
 from torch import Tensor
 
-#: Where a checkpoint is.
+#: The type of the place of a checkpoint.
 Path: TypeAlias = str | os.PathLike[str]
 
 MANIFEST = "manifest.json"
-#: Of the manifest; 2 had several files of a process.
+#: The format of the manifest; 2 had several files of a process.
 FORMAT = 3
 
 _FOLDER = re.compile(r"generation-([0-9]{8,15})")
@@ -44,7 +44,7 @@ class NoCheckpoint(CheckpointError):
 
 
 class GenerationInfo(NamedTuple):
-    """What the folder of a generation shows without a look into its files.
+    """The facts about a generation that its folder shows without a look into its files.
 
     Attributes:
         number: The number of the generation.
@@ -62,12 +62,12 @@ class GenerationInfo(NamedTuple):
 
 
 def folder_of(directory: Path, number: int) -> pathlib.Path:
-    """Where a generation is."""
+    """Return the folder of a generation."""
     return pathlib.Path(directory, f"generation-{number:08d}")
 
 
 def file_of(directory: Path, number: int, rank: int) -> pathlib.Path:
-    """Where the tensors of a process are."""
+    """Return the file with the tensors of a process."""
     return folder_of(directory, number) / f"rank-{rank:05d}.safetensors"
 
 
@@ -185,7 +185,7 @@ def commit(directory: Path, number: int, manifest: Mapping[str, Any]) -> None:
     text = _text({"format": FORMAT, "number": number, "written": time.time(), **manifest})
     sha256, folder = hashlib.sha256(text).hexdigest().encode(), folder_of(directory, number)
     for rank, file in enumerate(manifest["files"]):
-        # Where the processes write to different disks, it is not there.
+        # If the processes write to different disks, it is not there.
         check_size(file_of(directory, number, rank), file)
     _put(
         folder / MANIFEST,
@@ -205,7 +205,7 @@ def _put(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
         _synchronize(beside)
         os.replace(beside, path)
     except BaseException:
-        # What the removal says is of less use than what went wrong before.
+        # The first error tells more than one of the removal.
         with contextlib.suppress(OSError):
             beside.unlink()
         raise

@@ -38,7 +38,7 @@ _log = logging.getLogger("dataparallel")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What :func:`load` has loaded.
+    """The result of :func:`load`.
 
     Attributes:
         step: How many steps the training had made; 0 if there was nothing to load.
@@ -199,7 +199,7 @@ def export(directory: Path, path: Path, *, number: int | None = None) -> None:
 def _newest_good(
     directory: Path, number: int | None, peers: Peers, wanted: set[str], before: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[int, str]]:
-    """Of the newest that all can read the manifest and the values; why newer ones were not used."""
+    """Return the newest manifest and values that all can read, and why newer ones were not used."""
     where = os.fspath(directory)
     manifest, values, rejected = dict[str, Any](), dict[str, Any](), dict[int, str]()
 
@@ -239,7 +239,7 @@ def _newest_good(
 def _values(
     directory: Path, manifest: Mapping[str, Any], rank: int, wanted: set[str]
 ) -> dict[str, Any]:
-    """What a process gets of a generation, which another number of processes may have saved."""
+    """Return a process's values in a generation, saved by any number of processes."""
     values: dict[str, Any] = {}
     try:
         own = rank % len(manifest["trees"])

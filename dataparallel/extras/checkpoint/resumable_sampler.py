@@ -79,7 +79,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
 
     def __len__(self) -> int:
-        """How many batches are left in this epoch."""
+        """Return the number of batches that are left in this epoch."""
         left = self.length - self._taken
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 

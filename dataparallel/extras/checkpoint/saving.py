@@ -42,7 +42,7 @@ class Peers:
         return is_same and self._timeout == timeout
 
     def share(self, what: str, compute: Callable[[], T], *, fresh: bool = False) -> list[T]:
-        """What all processes have computed, as JSON, by rank; or the error of one of them.
+        """Return the results of all processes as JSON, by rank, or raise the error of one of them.
 
         With ``fresh`` it is the first exchange of a series: where another process has closed the
         link since the last one, both make a new one, and try once more.
@@ -264,7 +264,7 @@ class _Saver:
         return host
 
     def _next_number(self) -> int:
-        """Of the generation that is written now; no other process writes to the directory."""
+        """Return the number of the next generation; no other process writes to the directory."""
         path = os.path.join(self.directory, "writer.lock")
         # Somebody may have removed the directory.
         if self._lock is None or not os.path.exists(path):

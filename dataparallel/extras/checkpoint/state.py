@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the parts of a training, as JSON and tensors. Never pickle.
+"""The content of a checkpoint: the parts of a training, as JSON and tensors. Never pickle.
 
 JSON has null, booleans, numbers, strings, lists and objects with strings as keys. What else states
 are made of is an object with the key ``"$"``, which says what it is. Reading makes nothing but the
@@ -46,7 +46,7 @@ RNG, USER = "rng", "user"
 
 _TAG = "$"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-#: What every version of safetensors knows; tensors of other types are written as bytes.
+#: The types that every version of safetensors knows; tensors of other types are written as bytes.
 _COMMON = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
@@ -131,7 +131,7 @@ class Encoder:
 
 
 def decode(coded: Any, file: Any, made: dict[str, Tensor]) -> Any:
-    """What was encoded, with the tensors of a safetensors file, in memory of their own."""
+    """Return the decoded value, with the tensors of a safetensors file, in memory of their own."""
     if isinstance(coded, list):
         return [decode(each, file, made) for each in coded]
     if not isinstance(coded, dict):
@@ -220,7 +220,7 @@ def _left_to_each(module: nn.Module) -> set[str]:
 
 
 class ObjectState:
-    """What says its state and takes one; ``remember`` returns what puts one back."""
+    """An object with a state to save and to load; ``remember`` returns a way to restore it."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class ModuleState:
         return {"state": dict(state), "versions": {k: dict(v) for k, v in versions.items()}}
 
     def own(self) -> dict[str, Any]:
-        """Of the state, what each process has for itself."""
+        """Return the part of the state that each process has for itself."""
         state = self._module.state_dict()
         return {name: value for name, value in state.items() if name in self._left}
 
@@ -304,7 +304,7 @@ class OptimizerState:
         return {"state": state, "rest": rest, "parameters": known, "class": self._class}
 
     def own(self) -> dict[Any, Any]:
-        """Of the state, what each process has for itself."""
+        """Return the part of the state that each process has for itself."""
         saved = self.save() if self._left else {"state": {}}
         left = (n for n in saved["state"] if saved["parameters"][n][0] in self._left)
         return {number: saved["state"][number] for number in left}
@@ -352,7 +352,8 @@ class OptimizerState:
 
 
 Part: TypeAlias = ObjectState | ModuleState | OptimizerState
-#: Of which rank 0 saves what all have; see Note [What is saved once, and what by each process].
+#: The parts of which rank 0 saves the common state; see Note [What is saved once, and what by each
+#: process].
 SHARED = (ModuleState, OptimizerState)
 
 

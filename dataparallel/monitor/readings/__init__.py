@@ -1,1 +1,1 @@
-"""What devices, processes and the host do now, as NVML and the system tell it."""
+"""The present readings of devices, processes and the host, from NVML and the system."""

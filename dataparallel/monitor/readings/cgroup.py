@@ -1,4 +1,4 @@
-"""What the container in which this process is may use of this host: memory and processors.
+"""The container's limits on this process: memory and processors of this host.
 
 Limits are those of control groups of version 2; hosts with version 1 alone are shown as a whole.
 """
@@ -34,7 +34,7 @@ def memory(root: Path = Path("/")) -> Memory:
     for folder in _groups(root):
         most, used = _number(folder / "memory.max"), _number(folder / "memory.current")
         if most is not None and used is not None and most < found.total:
-            # What the system can take back at any time is not in use.
+            # Memory that the system can take back at any time is not in use.
             spare = _statistic(folder / "memory.stat", "inactive_file") or 0
             found = Memory(max(0, used - spare), most)
     return found
@@ -58,7 +58,7 @@ def swap(root: Path = Path("/")) -> Memory:
 
 
 class Quota(NamedTuple):
-    """How many processors' time a control group may take, and where it is."""
+    """The number of processors that a control group may use, and its folder."""
 
     cpus: float
     folder: Path

@@ -1,4 +1,4 @@
-"""What devices did while parts of a training loop ran, as numbers for a logger."""
+"""The readings of devices during parts of a training loop, as numbers for a logger."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Collector:
                 self._running.remove(name)
 
     def collect(self, tag: str) -> dict[str, float]:
-        """What was read under a tag since it was collected the last time.
+        """Return the readings under a tag since they were collected the last time.
 
         Within the tag, that goes up to now. Afterwards it begins anew.
 
@@ -158,7 +158,7 @@ class _Range:
 
 
 class _Statistics:
-    """What was read under one tag."""
+    """The readings under one tag."""
 
     def __init__(self) -> None:
         self._ranges: dict[str, _Range] = {}

@@ -61,7 +61,7 @@ class HostReader:
 
 
 class ThreadLoads:
-    """How much of a processor the threads of a process have kept busy since the last time.
+    """The load that each thread of a process has put on a processor since the last time.
 
     Only threads with a meaning are told: those of the replicas, those in which accelerators'
     gradients are computed, and the first one, as ``"main"``. Threads of one name are added up: they

@@ -1,4 +1,4 @@
-"""What this host knows of processes."""
+"""The host's facts about processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELDS: dict[str, Callable[[psutil.Process], Any]] = {
 
 
 class HostProcesses:
-    """What the host knows of a process: its name, its user, its load."""
+    """The host's facts about a process: its name, its user, its load."""
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}

@@ -1,4 +1,4 @@
-"""What the devices of this machine do now, for programs: one reading for all who ask.
+"""The present state of this machine's devices: one reading for all callers.
 
 Note [One reading]
 ~~~~~~~~~~~~~~~~~~
@@ -36,7 +36,7 @@ _OLD = 60.0
 
 
 def devices() -> list[DeviceReading]:
-    """What every device does now: NVIDIA's, with their MIG instances, and the CPU.
+    """Return the present state of every device: NVIDIA's, with their MIG instances, and the CPU.
 
     Cheap when it is called often, see Note [One reading]; the first call takes 0.1 seconds. It
     creates no context of CUDA, and never raises for what can happen to a machine: what is not
@@ -89,7 +89,7 @@ class Machine:
         self._told: set[str] = set()
 
     def read(self) -> Sample:
-        """What all devices and processes do now, or did a moment ago."""
+        """Return a reading of all devices and processes that is at most a moment old."""
         with self._lock:
             age = time.monotonic() - self._at
             if age >= _OLD:

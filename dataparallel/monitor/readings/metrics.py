@@ -1,4 +1,4 @@
-"""What is read from a device: the names, units and meanings of all metrics, in one table.
+"""The metrics of a device: their names, units and meanings, in one table.
 
 Values are in base units everywhere (ratios from 0 to 1, bytes, seconds, watts, joules, degrees
 Celsius, hertz), in recordings and in Prometheus too; only what is shown to people is converted.
@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 Unit: TypeAlias = Literal["ratio", "bytes", "bytes/s", "s", "W", "J", "C", "Hz", "count"]
 
-#: How Prometheus calls the units; what is counted is in the name.
+#: Prometheus's names of the units; a count has its unit in its name.
 _SUFFIXES: dict[Unit, str] = {
     "ratio": "ratio",
     "bytes": "bytes",

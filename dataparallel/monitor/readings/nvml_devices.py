@@ -38,12 +38,12 @@ class WholeDevice:
             **read_numbers(self._query, self.handle),
             **read_memory(self._query, self.handle),
             **self._fields.read(now),
-            # Where both tell the traffic: the driver's own differences are exacter.
+            # Later entries win: the driver's own differences are more exact.
             **self._gpm.read(),
         }
 
     def throttle(self) -> tuple[str, ...]:
-        """Why the device is slowed down, in words."""
+        """Return the reasons, in words, why the device is slowed down."""
         return read_throttle(self._query, self.handle)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Slot:
         #: Reads it; None while it does not answer, and why.
         self.device: WholeDevice | None = None
         self.error: str | None = None
-        #: Whether it is divided into instances; and those, by identity.
+        #: True if it is divided into instances; and these, by identity.
         self.has_mig = False
         self.instances: dict[str, Instance] = {}
 
@@ -97,7 +97,7 @@ class Slot:
 
     @property
     def identity(self) -> Identity:
-        """What tells it from others."""
+        """Return the identity that tells it from others."""
         return Identity(self.key, self.name, tuple(self.instances))
 
     def find(self, query: Query, handle: Any, uuid: str | None) -> None:
@@ -140,7 +140,7 @@ def _give_back(one: WholeDevice | Instance | None) -> None:
     try:
         one.close()
     except (DeviceLost, NvmlUnavailable):
-        # What was held is gone together with what held it.
+        # The handle is gone together with its owner.
         return
 
 

@@ -1,4 +1,4 @@
-"""What NVML's error codes mean, and what to do about them; also for a wrong ``pynvml``."""
+"""The meanings of NVML's error codes, and their remedies; also for a wrong ``pynvml``."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ XIDS: dict[int, str] = {
 
 
 def explain(code: int) -> str:
-    """What an error code (``nvmlReturn_t``) means and what to do about it, in one line."""
+    """Explain an error code (``nvmlReturn_t``) and its remedy, in one line."""
     unknown = (f"the NVIDIA library fails with error {code}", "look at: sudo dmesg")
     return "; ".join(MEANINGS.get(code, unknown))
 
@@ -97,7 +97,7 @@ _REPAIR = "pip uninstall -y pynvml nvidia-ml-py3 nvidia-ml-py && pip install nvi
 def package_problem(
     distribution: Callable[[str], Any] = metadata.distribution,
 ) -> tuple[str, str] | None:
-    """What is wrong with the installed ``pynvml``, and the command that repairs it.
+    """Return the fault of the installed ``pynvml``, and the command that repairs it.
 
     Three distributions install a module of that name over each other; with the wrong one, lists of
     processes can hold nonsense.

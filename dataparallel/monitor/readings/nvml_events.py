@@ -8,7 +8,7 @@ from dataparallel.monitor.readings.nvml_errors import TIMEOUT, DeviceLost
 from dataparallel.monitor.readings.nvml_query import Query, address
 
 _WAIT, _XID = "nvmlEventSetWait", 0x8
-#: Of events that have come since they were last asked for; the rest comes the next time.
+#: The most events to take at once; the rest comes the next time.
 _MOST = 256
 
 
@@ -22,7 +22,7 @@ class XidEvents:
         self._query = query
         self._set: Any = None
         self._keys: dict[int | None, str] = {}
-        #: How many, and the last one.
+        #: The number of errors, and the last one.
         self._found: dict[str, tuple[int, int]] = {}
 
     def watch(self, key: str, handle: Any) -> None:
@@ -48,7 +48,7 @@ class XidEvents:
                 return
             if event is None:
                 if self._query.errors[_WAIT] != TIMEOUT:
-                    # Where nobody can look, there may be errors.
+                    # There may be errors that nobody can see.
                     self._keys, self._found = {}, {}
                 return
             key = self._keys.get(address(event.device))
@@ -56,7 +56,7 @@ class XidEvents:
                 self._found[key] = (self._found[key][0] + 1, int(event.eventData))
 
     def values(self, key: str) -> dict[str, float]:
-        """How many errors a device has reported, and the last one; nothing if it is not told."""
+        """Return the number of a device's errors and the last one, if they are known."""
         found = self._found.get(key)
         if found is None:
             return {}

@@ -19,7 +19,7 @@ from dataparallel.monitor.readings.nvml_errors import (
     package_problem,
 )
 
-#: What NVML gives for "not available", where it gives no error.
+#: The values of NVML for "not available" without an error.
 _SENTINELS = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
@@ -29,7 +29,7 @@ def number(value: float) -> float | None:
 
 
 def address(handle: Any) -> int | None:
-    """Where NVML keeps a device: what tells two handles apart."""
+    """Return the address of a device in NVML, which tells two handles apart."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -85,7 +85,7 @@ class Query:
         return self._versions
 
     def __call__(self, function: str, *args: Any, **options: Any) -> Any:
-        """What a function of ``pynvml`` returns; None if that is not available.
+        """Call a function of ``pynvml``; return None if its value is not available.
 
         Raises:
             DeviceLost: The device does not answer any more.

@@ -1,4 +1,4 @@
-"""Which metric comes from which function of NVML, and in which unit."""
+"""The function of NVML for each metric, and its unit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NUMBERS: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = (
 
 
 def read_numbers(query: Query, handle: Any) -> dict[str, float]:
-    """What a device tells as one number each; what is not available is left out."""
+    """Read the metrics of a device that are one number each; leave out those not available."""
     values: dict[str, float] = {}
     for metric, function, args, times, per in _NUMBERS:
         value = None if metric in values else query(function, handle, *args)
@@ -61,7 +61,7 @@ def read_memory(query: Query, handle: Any) -> dict[str, float]:
 # --- why a device is slowed down -------------------------------------------------------------
 
 _HARDWARE = 0x8
-#: That it idles (0x1) and that somebody has set its clocks (0x2) are no slow-down.
+#: An idle device (0x1) or one with clocks set by a user (0x2) is not slowed down.
 _NO_SLOWDOWN = 0x3
 
 #: Bit: why. The generic reason of the hardware is told only where no special one is.
@@ -79,7 +79,7 @@ _REASONS: dict[int, str] = {
 
 
 def read_throttle(query: Query, handle: Any) -> tuple[str, ...]:
-    """Why a device is slowed down, in words; empty if it is not, or if that is not told."""
+    """Return, in words, why a device is slowed down; empty if it is not, or nobody knows."""
     bits = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:
         bits = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
@@ -94,7 +94,7 @@ def read_throttle(query: Query, handle: Any) -> tuple[str, ...]:
 
 #: The scope that asks for the sum over all links.
 _ALL_LINKS = 0xFFFFFFFF
-#: What a value's type is called in the union that holds it.
+#: The member for each type of a value, in the union that holds it.
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _UNSIGNED_INT = 1
 
@@ -105,7 +105,7 @@ class _Entry:
     number: int
     scope: int = 0
     scale: float = 1.0
-    #: Whether the metric is how much the field grows per second.
+    #: True if the metric is the growth of the field per second.
     is_rate: bool = False
 
 

@@ -1,4 +1,4 @@
-"""What a user may do with the processes on the devices: look at them, and end them."""
+"""The actions of a user on the processes of the devices: to look at them, and to end them."""
 
 from __future__ import annotations
 

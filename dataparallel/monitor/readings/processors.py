@@ -1,4 +1,4 @@
-"""How busy the processors are that can be used here."""
+"""The load of the processors that can be used here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sample holds: readings of devices, of processes and of the host."""
+"""The parts of a sample: readings of devices, of processes and of the host."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Sampler:
     def warm_up(self) -> None:
         """Read everything once and forget it: there the first differences have their beginning."""
         for read in (self._runs, *(source.read for source in self._sources), self._host):
-            # What fails will fail again, and tell it.
+            # A source that fails will fail again, and say so.
             with contextlib.suppress(Exception):
                 read()
         self._sleep(SHORTEST_SPAN)

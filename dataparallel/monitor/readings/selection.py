@@ -1,4 +1,4 @@
-"""Which devices are looked at."""
+"""The choice of devices to look at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataparallel.errors import listed
 from dataparallel.monitor.readings.reading import DeviceReading, Sample
 
-#: Of an identity so much must be given: a prefix alone would fit all devices.
+#: The shortest prefix of an identity that a user may give; a shorter one would fit all devices.
 _SHORTEST_IDENTITY = 5
 
 

@@ -1,4 +1,4 @@
-"""What a source of readings is."""
+"""The interface of a source of readings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 
 @dataclass(frozen=True)
 class SourceReading:
-    """What one source has read at one moment; a :class:`Sample` says more of each part."""
+    """The readings of one source at one moment; a :class:`Sample` says more of each part."""
 
     devices: tuple[DeviceReading, ...] = ()
     processes: tuple[ProcessReading, ...] = ()

@@ -1,4 +1,4 @@
-"""Which device is which to torch: CUDA_VISIBLE_DEVICES, without a context of CUDA.
+"""Torch's names of devices: CUDA_VISIBLE_DEVICES, without a context of CUDA.
 
 Note [Names of devices]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -21,7 +21,7 @@ _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells a device from others."""
+    """The identity of a device, which tells it from others."""
 
     #: Its UUID, or another name where that cannot be read.
     key: str
@@ -33,7 +33,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Names:
-    """How torch calls the devices.
+    """Torch's names of the devices.
 
     Attributes:
         by_key: Identity of a device or an instance: its name; those that torch does not see are
@@ -46,7 +46,7 @@ class Names:
 
 
 def visible_devices(environment: Mapping[str, str], devices: Sequence[Identity]) -> Names:
-    """How a program that is started with this environment would call each device.
+    """Name each device as a program with this environment would.
 
     The devices are in NVML's order. The list ends at the first entry that names no device, and is
     empty if it names one twice, as it is for CUDA.
@@ -65,7 +65,7 @@ def visible_devices(environment: Mapping[str, str], devices: Sequence[Identity])
 
 
 def named_by_run(devices: Sequence[str], uuids: Sequence[str | None]) -> dict[str, str]:
-    """How a run calls its devices: identity without its prefix, and name.
+    """Return a run's names of its devices, by identity without its prefix.
 
     Torch tells the identity of an instance with the prefix of a device.
     """
@@ -81,7 +81,7 @@ def bare(uuid: str) -> str:
 def _all(environment: Mapping[str, str], devices: Sequence[Identity]) -> Names:
     divided = [device for device in devices if device.instances]
     if divided:
-        # Of all instances CUDA takes the first one alone, unless it is told which.
+        # CUDA takes only the first instance, unless it is told which.
         note = (
             f"without {_VISIBLE} a program sees one MIG instance only; name the one that is "
             f"wanted: {_VISIBLE}={divided[0].instances[0]}"
