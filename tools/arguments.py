@@ -94,7 +94,7 @@ def late(module: Callable[[], ModuleType], *, extra: str) -> Callable[[argparse.
 
 
 def print_help(parser: argparse.ArgumentParser) -> int:
-    """What a command does that only groups others; the exit status is that of success."""
+    """Print the help of a command that only groups others; the exit status is that of success."""
     parser.print_help()
     return 0
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
-#: What the help calls a value that is, or may be, the path of a file.
+#: The names in the help for a value that is, or may be, the path of a file.
 _PATHS = ("FILE", "PICTURE", "SOURCE")
 
 

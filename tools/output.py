@@ -1,4 +1,4 @@
-"""What is printed, when nobody can take it any more."""
+"""The printed output, when nobody can take it any more."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import select
 import sys
 
-#: What there is room for once something is removed.
+#: The errors that go away once something is removed.
 NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def output_error(raised: OSError | None = None) -> OSError | None:
-    """Why what was printed so far cannot be written; None if all of it has been.
+    """Return why the printed output cannot be written; None if all of it has been.
 
     Args:
         raised: What a command has failed with. It may come from printing: without a buffer
@@ -42,7 +42,7 @@ def _is_reader_gone() -> bool:
 
 def discard_output() -> None:
     """Let what is left go nowhere: Python writes it at its end, and must not fail there."""
-    # What stands in for the output in a notebook or a test has no number.
+    # A stand-in for the output, in a notebook or a test, has no number.
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

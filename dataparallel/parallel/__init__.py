@@ -1,1 +1,1 @@
-"""What users see: the two wrappers, and what surrounds one step of theirs."""
+"""The wrappers that users see, and the parts of a step around them."""

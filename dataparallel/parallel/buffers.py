@@ -1,4 +1,4 @@
-"""What becomes of buffers: those that replicas wrote, and those of several processes.
+"""The treatment of buffers: those that replicas wrote, and those of several processes.
 
 Note [Whose buffers]
 ~~~~~~~~~~~~~~~~~~~~
@@ -52,7 +52,7 @@ _PIECE = 2**22
 # Numbers that are rounded, and where they are compared.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _WIDE |= {t: t for t in (torch.float32, torch.float64, torch.complex64, torch.complex128)}
-# What they write differs by chunk, or is synchronized; the log tells of that in another way.
+# Their writes differ by chunk, or are synchronized; the log tells of that in another way.
 _OF_BATCH_NORMS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
@@ -156,7 +156,7 @@ class BufferWatch:
 
 
 def watch_of(module: nn.Module, policy: BufferPolicy) -> BufferWatch:
-    """What tells of a module's buffers, by whatever wrappers it is run."""
+    """Return the watch over a module's buffers, which all of its wrappers share."""
     watches = _watches.setdefault(module, {})
     return watches.get(policy) or watches.setdefault(policy, BufferWatch(policy))
 

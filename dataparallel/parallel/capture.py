@@ -1,4 +1,4 @@
-"""What the replicas of a wrapper do, recorded in graphs of their devices and replayed.
+"""Recordings of a wrapper's replicas in graphs of their devices, and their replays.
 
 Note [Recorded replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -37,7 +37,7 @@ from dataparallel.graph.functions import apply_function
 from dataparallel.replicas.clones import REGISTRIES, ModuleClones, Parts
 from dataparallel.replicas.values import ReplicaParameters, versions
 
-#: How many kinds of arguments one replica records.
+#: The most kinds of arguments that one replica records.
 _MOST_KINDS = 16
 
 # One thread at a time may record.
@@ -83,7 +83,7 @@ class Recorder:
         args: Sequence[Any],
         kwargs: Sequence[Any],
     ) -> Sequence[Callable[..., Any]]:
-        """What is to be called in place of the replicas, with these arguments.
+        """Return the callables that take the place of the replicas for these arguments.
 
         What is to be recorded is recorded here, in the calling thread, while no replica runs.
         """
@@ -129,7 +129,7 @@ class _Replica:
         args: Any,
         kwargs: Any,
     ) -> Callable[..., Any]:
-        """What is to be called in place of the replica."""
+        """Return the callable that takes the place of the replica."""
         last = None if self._last is None else self._last()
         if last is not None and not last.is_over:
             return replica
@@ -142,7 +142,7 @@ class _Replica:
         buffers = clones.buffers_of(self._index)
         recording = self._recordings[key]
         if recording is None:
-            # Where it fails, the next call runs as usual.
+            # If it fails, the next call runs as usual.
             del self._recordings[key]
             recording = self._record(clones, values, form, buffers)
             self._recordings[key] = recording
@@ -192,7 +192,7 @@ class _Replica:
             self._find_place()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            # What fails within a recording makes its end fail, too.
+            # An error within a recording makes its end fail, too.
             first: BaseException = error
             while first.__context__ is not None:
                 first = first.__context__
@@ -226,7 +226,7 @@ class _Recording:
             self._check("an output", output)
         self._constants = [None if isinstance(x, torch.Tensor) else x for x in flat]
         self._places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        #: Which outputs have a backward.
+        #: True for each output that has a backward.
         self.followed = [x.requires_grad for x in tensors]
         self._outputs = tensors
 
@@ -282,7 +282,7 @@ class _Recording:
         return [None if x is None else next(copies) for x in self._found]
 
     def rebuild(self, outputs: _Tensors) -> Any:
-        """What the module returns, around these tensors."""
+        """Rebuild the module's result around these tensors."""
         flat = list(self._constants)
         for place, output in zip(self._places, outputs, strict=True):
             flat[place] = output
@@ -326,7 +326,7 @@ class _Forward:
     def __init__(self, recording: _Recording, buffers: _Tensors) -> None:
         self._recording, self._buffers = recording, buffers
         self._versions = versions(recording.leaves)
-        #: Whether others may replay now.
+        #: True if others may replay now.
         self.is_over = not recording.has_backward
 
     def run(self, values: Sequence[Any], *_: Any, **__: Any) -> Any:
@@ -396,21 +396,21 @@ class _Same:
 
 
 def _kind(value: Any) -> Any:
-    """What two arguments have in common for which a replica does the same."""
+    """Return a key that is equal for two arguments if a replica does the same with them."""
     if isinstance(value, torch.Tensor):
         return type(value), value.shape, value.dtype, value.device, value.requires_grad
     return (type(value), value) if isinstance(value, _CONSTANTS) else _Same(value)
 
 
 def _mode(device: torch.device) -> tuple[Any, ...]:
-    """What else a forward depends on."""
+    """Return the modes on which a forward depends."""
     casts = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if casts else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
 
 
 def _structure_of(parts: Parts) -> Any:
-    """What a module is; equal where the same would be recorded."""
+    """Return a key of a module; equal if the recordings would be the same."""
     hooked = [
         name or type(module).__name__
         for name, module in zip(parts.names, parts.modules, strict=True)

@@ -78,7 +78,7 @@ class Generators:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         every = {torch.default_generator, *map(default_generator, devices)}
         self._states = {each: each.get_state() for each in every if each is not None}
-        # Where nobody has imported it, nobody draws from it.
+        # If nobody has imported it, nobody draws from it.
         numpy = getattr(sys.modules.get("numpy"), "random", None)
         self._others: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = [
             (get, put, get())
@@ -117,11 +117,11 @@ class Unknown(NamedTuple):
 
 @dataclass
 class Results:
-    """What one run gave that can be compared, on the CPU; and which errors ended it, by part."""
+    """The comparable results of one run, on the CPU; and the errors that ended it, by part."""
 
     values: dict[Key, Any] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
-    #: How the output is built.
+    #: The structure of the output.
     structure: Structure = LEAF
     #: The attributes in which the forward has left losses.
     losses: Collection[str] = ()
@@ -171,7 +171,7 @@ def attributes(module: nn.Module) -> Results:
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: a wrapper or its module, on which batch, with which loss."""
+    """A run to make: a wrapper or its module, the batch, and the loss."""
 
     model: DataParallel[Any]
     inputs: tuple[Any, ...]
@@ -182,7 +182,7 @@ class Case:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the bare module is; None if it is on several devices."""
+        """Return the device of the bare module; None if it is on several devices."""
         return None if self.model._spread else self.model.device_ids[0]
 
     @property
@@ -192,7 +192,7 @@ class Case:
         return bool(self.targets) and is_known(self.loss) and has_one_kind
 
     def run_module(self, module: nn.Module) -> Results:
-        """What the bare module gives; raises what it raises."""
+        """Run the bare module, or raise its error."""
         return self.run(
             module, lambda *args, **kw: module(*move(args, self.device), **move(kw, self.device))
         )
@@ -203,7 +203,7 @@ class Case:
         like: Results,
         tell: Callable[[BaseException], None] = lambda _: None,
     ) -> Results:
-        """What wrappers that are made anew give, for the output and for ``model.loss``."""
+        """Run wrappers that are made anew, for the output and for ``model.loss``."""
         found = Results()
         runs: list[Callable[..., Results]] = [self.run, self._run_loss]
         for run in runs[: 1 + self.has_known_loss]:
@@ -223,7 +223,7 @@ class Case:
     def run(
         self, module: nn.Module, call: Any, like: Results | None = None, tell: Any = None
     ) -> Results:
-        """What a call gives, and a backward. It may raise, unless it is to be ``like`` another."""
+        """Run a call and a backward. It may raise, unless it is to be ``like`` another."""
         given, targets = _fresh((Arguments(self.inputs, self.kwargs), self.targets))
         found, part = Results(), "outputs"
         self.generators.restore()
@@ -271,7 +271,7 @@ class Case:
         return sum(terms[1:], terms[0]) if terms else None
 
     def _run_loss(self, module: nn.Module, wrapper: Any, like: Results, tell: Any) -> Results:
-        """What ``model.loss`` gives, and its backward."""
+        """Run ``model.loss`` and its backward."""
         given, targets = _fresh((Arguments(self.inputs, self.kwargs), self.targets))
         found = Results()
         self.generators.restore()
@@ -308,7 +308,7 @@ def _with_losses(total: Any, module: nn.Module, found: Results, like: Results | 
 
 
 class Comparison:
-    """What a run should give, and how near to it is equal.
+    """The expected results of a run, and the distance that counts as equal.
 
     Args:
         expected: What the bare module gives.
@@ -325,14 +325,14 @@ class Comparison:
             part: rtol / 100 * size if atol is None else atol for part, size in sizes.items()
         }
         values = expected.values.items()
-        #: What is compared: of the attributes those that the forward has changed.
+        #: The values to compare: only those attributes that the forward has changed.
         self.values = {k: v for k, v in values if k[0] != "attributes" or self._is_new(k, v)}
 
     def _is_new(self, key: Key, value: Any) -> bool:
         return key not in self._before or self.gap(key, self._before[key], value) is not None
 
     def gaps(self, found: Results) -> dict[Key, Gap]:
-        """What differs in another run."""
+        """Return the differences of another run."""
         missed = {each for part in found.errors for each in MISSED[part]}
         pairs = {k: (v, found.values.get(k)) for k, v in self.values.items() if k[0] not in missed}
         for key, value in found.values.items():
@@ -345,7 +345,7 @@ class Comparison:
         return gaps | {(part, FAULT): Gap(_text(error)) for part, error in found.errors.items()}
 
     def gap(self, key: Key, expected: Any, found: Any) -> Gap | None:
-        """How far a value is from what it should be; None where they are equal."""
+        """Measure how far a value is from the expected one; None if they are equal."""
         if isinstance(expected, float) and isinstance(found, float):
             expected, found = torch.tensor(expected), torch.tensor(found)
         if isinstance(expected, Unknown) and isinstance(found, Unknown):

@@ -69,7 +69,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
 _log = logging.getLogger("dataparallel")
-# What torch's wrappers put before the names of their module.
+# The prefix of torch's wrappers for the names of their module.
 _PREFIX = "module."
 # Layers that take an input of two dimensions for one sequence without a batch.
 _OF_SEQUENCES = (
@@ -143,9 +143,9 @@ class DataParallel(nn.DataParallel[ModuleT]):
     module: ModuleT
     # Attributes of `options` that are the wrapper's, too.
     _SHOWN_OPTIONS: frozenset[str] = frozenset()
-    # Whether a single replica may be on several devices itself.
+    # True if a single replica may be on several devices itself.
     _MAY_SPREAD = False
-    # What belongs to one wrapper alone, and a copy makes anew.
+    # The attributes that belong to one wrapper alone, and a copy makes anew.
     _NOT_COPIED: tuple[str, ...] = ("_runner", "timeline", "_splitter", "_notes")
 
     def __init__(
@@ -231,12 +231,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return step.run(self, call, inputs, kwargs)
 
     def _begin(self, loss: Loss | None = None) -> AbstractContextManager[Call]:
-        """What is done around one forward, and what is known of it."""
+        """Surround one forward, and return the facts about it."""
         return nullcontext(Call(loss=loss))
 
     @property
     def _training(self) -> Training | None:
-        """What reduces gradients and keeps the replicas; None where each forward makes them."""
+        """The object that reduces gradients and keeps the replicas; None without a reducer."""
         return None
 
     # --- the steps of a forward, which torch lets the user override ------------------------------
@@ -284,7 +284,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> ScatterPlan:
         in_dims: dict[str | int, Any] | None = None
         if self.in_dims:
-            # What is given by position is told by position.
+            # An input that is given by position is told by position.
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
             places: dict[Any, int] = {name: i for i, name in enumerate(names)}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}
@@ -326,7 +326,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Put the outputs of the replicas together; override to do it in another way."""
-        # What chunks count in a mean it is not told.
+        # It does not know the weights of chunks in a mean.
         scalars: Scalars = "sum" if self.scalars == "sum" else "stack"
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
@@ -429,7 +429,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         torch_internals.set_state_versions(state, _below(inner, versions or {}))
         assign = local_metadata.get("assign_to_params_buffers", False)
         try:
-            # What the class of the module makes of it is for those who call it themselves.
+            # The load of the module's own class is for those who call it themselves.
             missing, unexpected = nn.Module.load_state_dict(self.module, state, False, assign)
         except RuntimeError as error:
             errors.append(str(error).replace("mismatch for ", f"mismatch for {prefix}"))

@@ -1,4 +1,4 @@
-"""What :func:`dataparallel.verify` finds: differences, their causes, and a table of them."""
+"""The findings of :func:`dataparallel.verify`: differences, their causes, and a table of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMED = {
     "model.loss": "{} with model.loss",
 }
 
-#: Of each kind of difference, what to put right first at the top: why it is there, and what to do.
+#: Why each kind of difference is there, and its remedy; the one to mend first is at the top.
 CAUSES = {
     "error": ("The wrapper refuses the batch, or the loss its output.", ""),
     "list": (
@@ -100,12 +100,12 @@ CAUSES = {
 
 
 class Incomparable(Exception):
-    """Why a part was not compared."""
+    """The reason why a part was not compared."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a value is from what it should be; infinitely, if it is no such value at all."""
+    """The distance of a value from the expected one; infinite, if it is no such value at all."""
 
     text: str
     absolute: float = math.inf
@@ -152,7 +152,7 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """What differs, in words."""
+        """Name the differing value, in words."""
         if self.name == FAULT or self.name == self.part:
             return self.part
         return _NAMED[self.part].format(self.name)
@@ -175,7 +175,7 @@ def in_order(differences: Iterable[Difference]) -> list[Difference]:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What :func:`dataparallel.verify` has found; prints as a table, and is true if all is equal.
+    """The findings of :func:`dataparallel.verify`, which print as a table; true if all is equal.
 
     Attributes:
         differences: What differs, sorted by cause.
@@ -250,7 +250,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _counted(found: Sequence[Difference]) -> str:
-    """Which values a cause concerns: by name where there are few, else how many of each part."""
+    """Name the values of a cause if they are few, or else count those of each part."""
     texts = []
     for part in dict.fromkeys(one.part for one in found):
         own = [one for one in found if one.part == part]

@@ -83,7 +83,7 @@ _STEPPED = "the parameters of this wrapper are stepped in backward already"
 
 
 class Training:
-    """What one module is trained with, as it is now; making it communicates with nobody.
+    """The reducer, links and clones of one module, as it is now; made without communication.
 
     Attributes:
         processes: The links; None where there is no other process and no hook.
@@ -281,7 +281,7 @@ class Training:
 
 
 class _NextWeight(threading.local):
-    """What this process counts in the next forward of a thread that is reduced."""
+    """The weight of this process in the next forward of a thread that is reduced."""
 
     # None adds up the weights of its chunks.
     _value: float | None = None
@@ -372,7 +372,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     _block: JoinBlock | None = None
     #: The mesh that was passed; a copy has none.
     device_mesh: Any = None
-    #: Whether the last forward was one whose gradients are reduced; buffers are sent after those.
+    #: True if the last forward's gradients are reduced; buffers are sent after such forwards.
     require_forward_param_sync = True
 
     def __init__(
@@ -474,7 +474,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _begin_life(self) -> None:
         super()._begin_life()
         self._forwards, self._progress = threading.RLock(), Progress()
-        #: Whether the backward of the next forward is reduced over processes.
+        #: True if the backward of the next forward is reduced over processes.
         self.require_backward_grad_sync = True
         self._weight, self._has_begun = _NextWeight(), False
         Joinable.__init__(self)
@@ -483,7 +483,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @property
     def _training(self) -> Training:
-        """What reduces. It has links to other processes once a forward has needed them."""
+        """The current training; it has links to other processes once a forward has needed them."""
         if self._made is None:
             with self._forwards:
                 return self._made or self._build()
@@ -515,7 +515,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @property
     def reducer(self) -> Reducer:
-        """What reduces the gradients, see :class:`dataparallel.reducer.reducer.Reducer`."""
+        """The reducer of the gradients, see :class:`dataparallel.reducer.reducer.Reducer`."""
         return self._training.reducer
 
     # --- forward ---------------------------------------------------------------------------------
@@ -556,7 +556,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             self.require_forward_param_sync = reduces
 
     def _ready(self, *, reduces: bool) -> Training:
-        """What the next forward is trained with, made anew and connected where that is needed."""
+        """Return the training of the next forward, made anew and connected if that is needed."""
         training = self._training
         _check_alone(self.options)
         shared = training.processes is not None
@@ -725,7 +725,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if training.is_lost(needs_others=True) or training.has_parted():
             training = self._build()
         leaves, processes = training.leaves, training.processes
-        # What was changed on purpose is carried over first; it must not repair what was not.
+        # Deliberate changes are carried over first; that must not repair other changes.
         leaves.follow()
         leaves.values.carry()
         originals = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
@@ -749,7 +749,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @property
     def num_skipped(self) -> int:
-        """How many backwards were skipped with ``nonfinite="skip"``, the same in all processes.
+        """The number of backwards skipped with ``nonfinite="skip"``, the same in all processes.
 
         A learning rate schedule that is not to go on with a skipped step compares this number.
         """
@@ -839,7 +839,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self.require_forward_param_sync = reduces
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What torch's ``Join`` calls in a process that has no more inputs; see :meth:`join`."""
+        """Return torch's ``Join`` a hook for a process without more inputs; see :meth:`join`."""
         if self._training.processes is None:
             return JoinHook()
         divides = kwargs.get("divide_by_initial_world_size", True)
@@ -891,7 +891,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_names)
 
     def get_ddp_logging_data(self) -> dict[str, LoggingValue]:
-        """How the wrapper was made, what has become of its buckets, and what was measured.
+        """Return the wrapper's options, the state of its buckets, and measured times.
 
         The names are torch's. Lists are joined by ``", "``, truth values are 0 and 1, sizes are in
         bytes and times in nanoseconds. An index of -1 is the CPU. Accelerators are waited for, as

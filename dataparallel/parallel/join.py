@@ -44,7 +44,7 @@ def _source(said: Sequence[int]) -> int:
 
 
 class JoinBlock(JoinHook):
-    """What one wrapper does in a block of ``join()``. See Note [A process that has joined]."""
+    """The part of one wrapper in a block of ``join()``. See Note [A process that has joined]."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class JoinBlock(JoinHook):
         # The wrapper has this block, and is not to be kept by it.
         self._model: Any = weakref.proxy(model)
         self._divides, self._step = divides, step
-        # Whether this is our block, not one of torch's `Join`.
+        # True if this is our block, not one of torch's `Join`.
         self._is_own = False
-        # What was in `.grad` when this process joined.
+        # The content of `.grad` when this process joined.
         self._kept: dict[nn.Parameter, Tensor | None] = {}
 
     @property
@@ -66,7 +66,7 @@ class JoinBlock(JoinHook):
         return self._model._training.processes
 
     def _say(self, number: int) -> list[int]:
-        """What each process says of one forward; a collective call.
+        """Exchange a number for one forward with all processes; a collective call.
 
         0: it has joined. 1: it has inputs. 2: its gradients will be reduced, too.
         """
@@ -111,7 +111,7 @@ class JoinBlock(JoinHook):
     # --- in a process that has joined ----------------------------------------------------------
 
     def main_hook(self) -> None:
-        """What torch's ``Join`` calls for each forward of the others."""
+        """Follow one forward of the others; torch's ``Join`` calls this for each of them."""
         self._shadow(self._say(0))
 
     def _shadow(self, said: Sequence[int]) -> None:

@@ -29,13 +29,13 @@ Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]
 
 
 class Part(NamedTuple):
-    """What one replica contributes to the loss of the batch."""
+    """The contribution of one replica to the loss of the batch."""
 
     #: 0-d; the losses themselves where they are not reduced.
     numerator: Tensor
     #: None where the losses are not reduced.
     denominator: Tensor | float | None
-    #: Of the loss, which may be narrower than the sum; None for a chunk without weight.
+    #: The dtype of the loss, which may be narrower than the sum; None for a chunk without weight.
     dtype: torch.dtype | None
 
 
@@ -72,12 +72,12 @@ def _targets(losses: Tensor, named: Mapping[str, Any]) -> Tensor | float:
 
 
 class Rule(NamedTuple):
-    """What is known of one of torch's criteria."""
+    """The rule for one of torch's criteria."""
 
     function: Callable[..., Tensor]
-    #: Whether output and target of other shapes are broadcast silently.
+    #: True if output and target of other shapes are broadcast silently.
     broadcasts: bool = False
-    #: What the mean divides by, from the losses and the arguments by name; None: their number.
+    #: The divisor of the mean, from the losses and the arguments by name; None: their number.
     denominator: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
 
 
@@ -109,7 +109,7 @@ if hasattr(nn, "LinearCrossEntropyLoss"):
 
 
 def _rule_of(criterion: Callable[..., Any]) -> Rule | None:
-    """What is known of one of torch's own criteria; None for any other."""
+    """Return the rule for one of torch's own criteria; None for any other."""
     if isinstance(criterion, nn.Module):
         found = type(criterion)
         if "forward" in vars(criterion) or found.__call__ is not nn.Module.__call__:
@@ -129,7 +129,7 @@ def is_known(criterion: Callable[..., Any] | None) -> bool:
 def _unreduced(
     criterion: Callable[..., Any], output: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[], Tensor], dict[str, Any]]:
-    """What computes the losses and does not reduce them; its arguments by name, in their order."""
+    """Return a function that computes unreduced losses, and its arguments by name, in order."""
     if isinstance(criterion, nn.Module):
         # The user's own stays as it is.
         quiet = object.__new__(type(criterion))
@@ -225,7 +225,7 @@ class Loss:
         kwargs: Mapping[str, Any],
         samples: int,
     ) -> Part:
-        """What one replica contributes, from its output."""
+        """Return the contribution of one replica, from its output."""
         if self._rule is None:
             return self._weighted(criterion, output, args, kwargs, samples)
         name = _name_of(criterion)
@@ -252,7 +252,7 @@ class Loss:
         if self._reduction == "none":
             return Part(losses, None, losses.dtype)
         dtype = losses.dtype
-        # That of "batchmean"; a sum is not divided.
+        # The divisor of "batchmean"; a sum is not divided.
         denominator: Tensor | float = output.size(0)
         if self._reduction == "mean":
             find = self._rule.denominator

@@ -72,7 +72,7 @@ class Runner:
         # The kinds of calls that compile nothing.
         self._quiet_calls: set[Hashable] = set()
         self._paces: dict[Phase, Pace] = {"forward": Pace(), "backward": Pace()}
-        # Of the model, and some of criteria and of forwards that run at the same time.
+        # The clones of the model, and some of criteria and of forwards that run at the same time.
         self._idle: deque[ModuleClones] = deque(maxlen=8)
         # Per thread the first replica of those that it was given last, their clones, and whether
         # others may have these afterwards. Users, too, call `replicate`, maybe without any forward.
@@ -183,7 +183,7 @@ class Chunks(NamedTuple):
     kwargs: Sequence[Mapping[str, Any]]
     #: Number of samples per replica.
     sizes: tuple[int, ...]
-    #: Why the samples were not counted, where they could not be; each chunk counts 1 then.
+    #: The reason why the samples were not counted, if they could not be; each chunk counts 1 then.
     fault: str = ""
     #: Objects that all replicas get.
     shared: Sequence[Leaf] = ()
@@ -191,15 +191,15 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What one forward is told besides its inputs."""
+    """The facts that one forward is told besides its inputs."""
 
-    #: What the wrapper is trained with; None without a reducer.
+    #: The training of the wrapper; None without a reducer.
     training: Training | None = None
-    #: What this process counts in an average over samples; None adds up its chunks.
+    #: The weight of this process in an average over samples; None adds up its chunks.
     weight: float | None = 1.0
-    #: Whether the backward is reduced over processes.
+    #: True if the backward is reduced over processes.
     synchronize: bool = True
-    #: What each replica computes from its output, if anything.
+    #: The loss that each replica computes from its output, if any.
     loss: Loss | None = None
 
 
@@ -346,7 +346,7 @@ def _place_of_loss(model: DataParallel[Any]) -> Any:
 
 
 def _results(clones: Sequence[ModuleClones], given: Sequence[ReplicaInputs]) -> list[Result]:
-    """What the forward has left in attributes of modules."""
+    """Return the tensors that the forward has left in attributes of modules."""
     leaves = {id(leaf) for one in given for leaf in one.leaves}
     return [result for one in clones for result in one.results(leaves)]
 

@@ -1,4 +1,4 @@
-"""Whether a wrapper computes what the bare module does: both run on copies, and are compared.
+"""The comparison of a wrapper with the bare module: both run on copies.
 
 Whether all replicas have the same parameters is another question, see ``check_replicas``.
 
@@ -183,7 +183,7 @@ class _Verifier:
         options = _reduction(case.model)
         # The processes, if there are others.
         self._group = options.process_group if options and options.world_size > 1 else None
-        # Whether the bare module has drawn random numbers.
+        # True if the bare module has drawn random numbers.
         self._draws = False
         self._before = attributes(copied(self._module))
 
@@ -235,14 +235,14 @@ class _Verifier:
         return made
 
     def _options(self, changed: Mapping[str, Any]) -> dict[str, Any]:
-        """How a wrapper splits a batch and puts outputs together, with some options changed."""
+        """Return the wrapper's options for splitting and gathering, with some of them changed."""
         model = self._model
         names = ("dim", "scalars", "in_dims", "out_dims")
         options = {name: getattr(model, name) for name in names}
         return {**options, "buffers": model.buffer_policy, **changed}
 
     def _attempt(self, comparison: Comparison, changed: Mapping[str, Any]) -> Results:
-        """What a wrapper with other options gives, in this process alone."""
+        """Run a wrapper with other options, in this process alone."""
         devices, options = self._model.device_ids, self._options(changed)
         return self._case.run_wrappers(
             lambda: DataParallel(copied(self._module), devices, devices[0], **options),
@@ -250,7 +250,7 @@ class _Verifier:
         )
 
     def _in_turn(self, comparison: Comparison, changed: Mapping[str, Any]) -> Results:
-        """What the module gives for one chunk after another, put together as the wrapper does."""
+        """Run the module for one chunk after another, and join outputs as the wrapper does."""
         device, module = self._case.device, copied(self._module)
         if device is None:
             return Results()
@@ -274,7 +274,7 @@ class _Verifier:
     def _explain(
         self, comparison: Comparison, found: Results
     ) -> tuple[dict[Key, Gap], dict[Key, _Cause], list[str]]:
-        """What differs, now or once an error is out of the way; why; and what was tried."""
+        """Return differences, now or once an error is out of the way; their causes; and trials."""
         left = comparison.gaps(found)
         seen, kinds = dict(left), dict[Key, str]()
         options, texts = dict[str, Any](), dict[str, str]()
@@ -361,7 +361,7 @@ class _Verifier:
         for key, gap in gaps.items():
             if key not in causes:
                 if twin := next((c for k, c in causes.items() if k[1] == key[1] != FAULT), None):
-                    # That of the same gradient, or loss.
+                    # The cause is that of the same gradient, or loss.
                     causes[key] = twin
                     continue
                 kind = self._kind(key, comparison, is_strange=math.isinf(gap.absolute))
@@ -402,7 +402,7 @@ class _Verifier:
         return ProcessLink(self._group, timeout=self._model.options.timeout, purpose="verify()")
 
     def _expected(self) -> tuple[Results | None, Results]:
-        """What is right for this process alone, if that is known, and together with the others."""
+        """Return the right results: of this process alone, if they are known, and of all."""
         case = self._case
         if self._group is None:
             alone = case.run_module(copied(self._module))
@@ -462,7 +462,7 @@ class _Verifier:
         return result
 
     def _weight(self) -> float:
-        """What this process counts in an average over samples."""
+        """Return the weight of this process in an average over samples."""
         if self._model.options.average != "samples":
             return 1.0
         try:
@@ -474,7 +474,7 @@ class _Verifier:
         return float(sum(counts))
 
     def _agreed(self, own: Verification) -> Verification:
-        """What all processes have found."""
+        """Merge the findings of all processes."""
         if self._group is None:
             return own
         try:
@@ -494,7 +494,7 @@ class _Verifier:
                 one = Difference(**{**each, "index": index, "ranks": (rank,)})
                 before = merged.get((one.part, one.name), one)
                 ranks = tuple(sorted({*before.ranks, rank}))
-                # Where a gradient differs in all, one may know why.
+                # If a gradient differs in all processes, one of them may know why.
                 most = max(before, one, key=lambda each: (each.kind != "unknown", each.relative))
                 merged[one.part, one.name] = replace(most, ranks=ranks)
         _, compared, notes = told[0]
@@ -502,7 +502,7 @@ class _Verifier:
 
 
 def _reduction(model: DataParallel[Any]) -> Options | None:
-    """How a wrapper reduces gradients; None where it has no reducer."""
+    """Return the options by which a wrapper reduces gradients; None if it has no reducer."""
     return model.options if isinstance(model, DistributedDataParallel) else None
 
 
@@ -524,7 +524,7 @@ def _kind_of_output(value: Any) -> str:
 
 
 def _badness(gaps: Mapping[Key, Gap]) -> tuple[int, int, int]:
-    """How much is wrong: what was not reached, what has no number, and what differs."""
+    """Count the faults: values that were not reached, that have no number, and that differ."""
     missed = sum(len(MISSED[part]) for part, name in gaps if name == FAULT)
     return missed, sum(math.isinf(gap.absolute) for gap in gaps.values()), len(gaps)
 
@@ -538,7 +538,7 @@ class _Count(NamedTuple):
 
     name: str | int
     ignored: int
-    #: How many of each row have nothing that predicts them.
+    #: The number of labels in each row that nothing predicts.
     first: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -554,7 +554,7 @@ class _Count(NamedTuple):
 
 
 def _counts(case: Case) -> Iterator[_Count]:
-    """What may count the labels that a loss in forward divides by."""
+    """Return the functions that may count the labels by which a loss in forward divides."""
     given: list[tuple[str | int, Any]] = [*enumerate(case.inputs), *case.kwargs.items()]
     for name, value in given:
         counts = isinstance(value, Tensor) and not value.dtype.is_floating_point and value.numel()
@@ -568,7 +568,7 @@ def _written(value: Any) -> str:
 
 
 def _dims(structure: Structure, name: str, told: Mapping[str, Any], dim: int) -> Any:
-    """What ``out_dims`` is to say of an output, if it is told something of some leaves."""
+    """Return the ``out_dims`` of an output, if some leaves have theirs."""
     if structure.kind is None:
         return told.get(name, DEFAULT)
     below = [

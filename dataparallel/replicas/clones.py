@@ -58,7 +58,7 @@ from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
-#: Where a module keeps its named parts.
+#: The tables in which a module keeps its named parts.
 REGISTRIES = ("_parameters", "_modules", "_buffers")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 #: From the id of an original tensor or module to its counterpart.
@@ -78,7 +78,7 @@ _hooks = itemgetter(*torch_internals.MODULE_HOOKS)
 _joined = itertools.chain.from_iterable
 
 
-# Of modules, by whatever wrappers they are run; see ModuleClones.
+# Attribute names by module, which all wrappers of it share; see ModuleClones.
 _seen: weakref.WeakKeyDictionary[nn.Module, tuple[set[str], set[str]]]
 _seen = weakref.WeakKeyDictionary()
 
@@ -276,7 +276,7 @@ def replicate(
 class Result(NamedTuple):
     """A tensor that a forward has left in an attribute. See Note [Results in attributes]."""
 
-    #: Where, such as ``layers.0.loss``.
+    #: The path of the attribute, such as ``layers.0.loss``.
     path: str
     #: Those of the replicas; that of replica 0 alone where others have left something else.
     tensors: Sequence[torch.Tensor]
@@ -313,7 +313,7 @@ class ModuleClones:
         self._buffers, self._loose = Values(devices, buffer_sharing), Values(devices, "first")
         self._was_training = module.training
         self._num_replicas = 0
-        # Whether a forward has begun whose end nobody has told, and one has assigned to its clone.
+        # True if a forward is under way; and true if a forward has assigned to its clone.
         self._is_forward = self._is_touched = False
         # Attributes with results, and those without whose values have been compared.
         self._with_results, self._compared = _seen.setdefault(module, (set(), set()))
@@ -322,7 +322,7 @@ class ModuleClones:
 
     @property
     def parts(self) -> Parts | None:
-        """What the module consists of; another object once that has changed."""
+        """The parts of the module; another object once they have changed."""
         return self._parts
 
     def _drop(self) -> None:
@@ -506,7 +506,7 @@ class ModuleClones:
 
     @property
     def num_replicas(self) -> int:
-        """How many clones the last forward has."""
+        """The number of clones in the last forward."""
         return self._num_replicas
 
     def buffers_now(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
@@ -520,7 +520,7 @@ class ModuleClones:
                     yield module, f"{path}.{name}" if path else name, values
 
     def buffers_of(self, replica: int) -> list[torch.Tensor]:
-        """What a replica has in this forward in place of the module's buffers."""
+        """Return the tensors that stand for the module's buffers in a replica in this forward."""
         assert self._parts is not None
         return [self._counterparts[replica][id(buffer)] for buffer in self._parts.buffers]
 
@@ -602,7 +602,7 @@ class ModuleClones:
             )
 
     def _assigned(self) -> Iterator[tuple[int, int, str]]:
-        """What replica 0 has assigned to itself: the numbers of a module and its table, a name."""
+        """Yield replica 0's assignments to itself: numbers of a module and its table, a name."""
         changed = self._changed()
         for index, (clone, before) in enumerate(self._before()):
             for number, (now, was) in enumerate(zip(_tables([clone]), before, strict=True)):
@@ -636,7 +636,7 @@ class ModuleClones:
             changed = self._changed()
             for module, (clone, before) in zip(parts.modules, self._before(), strict=True):
                 take_back(module, clone, before, back, changed)
-            # What the original was is not kept: it may have led to the graph of another forward.
+            # The original's state is not kept: it may have led to the graph of another forward.
             self._filled, self._parts = False, None
         self._is_forward = False
 
@@ -689,13 +689,13 @@ class _Look:
         )
 
     def before(self) -> list[dict[str, Any]]:
-        """What the tables were."""
+        """Return the tables as they were."""
         entries = zip(self._names, self._values, strict=True)
         return [dict(itertools.islice(entries, size)) for size in self._sizes]
 
 
 class _Contents:
-    """What containers held; whether they hold the same still is found out at the speed of C."""
+    """The old content of containers; C alone finds out if they still hold the same."""
 
     def __init__(self, containers: Iterable[Any]) -> None:
         self._containers = list(containers)
@@ -722,7 +722,7 @@ class _Contents:
 
 
 def _looks_at(clones: Sequence[nn.Module]) -> tuple[_Look, _Look]:
-    """What clones are before a forward, which may also fill their empty tables of hooks."""
+    """Look at clones before a forward, which may also fill their empty tables of hooks."""
     tables = _tables(clones)
     buffers = _Look(tables[3::4])
     del tables[3::4]
@@ -880,7 +880,7 @@ def _copied(value: Any, counterparts: Counterparts) -> Any:
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What ``value`` refers to, and what makes another one of as many others."""
+    """Return the references of ``value``, and a function that makes another one of new ones."""
     kind: Any = type(value)
     if isinstance(value, (dict, list)):
         parts = [*value, *(value.values() if isinstance(value, dict) else ())]
@@ -898,7 +898,7 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         attributes = {n: own for n, own in value.__dict__.items() if n not in _OF_MODULES}
         parts = [*cells, value.__defaults__, value.__kwdefaults__, attributes]
         return parts, functools.partial(_rebuilt_function, value)
-    # Of the same class: a WeakMethod refers to a method that nothing else holds.
+    # The result is of the same class: a WeakMethod refers to a method that nothing else holds.
     return [value()], lambda new: kind(new[0])
 
 

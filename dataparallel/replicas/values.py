@@ -1,4 +1,4 @@
-"""What the replicas have in place of the tensors of a module: these themselves, or copies.
+"""The tensors of replicas in place of those of a module: these themselves, or copies.
 
 Note [What counts as a change]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -49,12 +49,12 @@ from dataparallel import devices, torch_internals
 from dataparallel.comm.checksum import checksum
 from dataparallel.comm.local import copies_of, pack
 
-#: Which slots use the same memory. ``"device"``: all slots on one device, those on the originals'
-#: device the originals themselves. ``"first"``: only the first slot on the originals' device uses
-#: them, every other slot has memory of its own. ``"none"``: every slot has memory of its own.
+#: Slots that share memory. ``"device"``: all slots on one device, those on the originals' device
+#: the originals themselves. ``"first"``: only the first slot on the originals' device uses them,
+#: every other slot has memory of its own. ``"none"``: every slot has memory of its own.
 Sharing: TypeAlias = Literal["device", "first", "none"]
 
-# How many comparisons of one list of tensors the host waits for.
+# The number of comparisons of one list of tensors for which the host waits.
 _LOOKS_AT_ONCE = 8
 
 _kind = attrgetter("dtype", "shape", "requires_grad")
@@ -75,7 +75,7 @@ def steps_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any, begins: bool = False) -> None:
-    # What another thread copies in the middle of the step is to be changed after it.
+    # A value that another thread copies in the middle of the step is to be changed after it.
     step = next(_numbers), threading.get_ident() if begins else 0
     parameters = itertools.chain.from_iterable(map(_params, optimizer.param_groups))
     _steps.update(dict.fromkeys(map(id, parameters), step))
@@ -85,7 +85,7 @@ register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
 register_optimizer_step_post_hook(_note_step)
 
 
-#: What the originals were, in three columns: themselves, how often written, steps of optimizers.
+#: The originals' past in three columns: themselves, their versions, steps of optimizers.
 _Traces: TypeAlias = tuple[list[Any], list[int], list[tuple[int, int]]]
 
 
@@ -95,7 +95,7 @@ class _Place:
     def __init__(self, device: torch.device, count: int) -> None:
         self.device, self.copies = device, [None] * count  # type: torch.device, list[Any]
         self._versions: list[int] = []
-        # Which of them lie in one piece of memory, in this order, and that.
+        # The numbers of those that lie in one piece of memory, in this order, and that piece.
         self._flats: list[tuple[list[int], torch.Tensor]] = []
         self.forget()
 
@@ -104,11 +104,11 @@ class _Place:
         self._traces: Any = tuple([None] * len(self.copies) for _ in range(3))
 
     def stale(self, traces: _Traces) -> set[int]:
-        """Which copies are of other originals than those with these traces."""
+        """Return the copies that are of other originals than those with these traces."""
         return set().union(*map(_different, traces, self._traces))
 
     def written(self) -> set[int]:
-        """Which copies somebody wrote, as batch norm does with the buffers of its replica."""
+        """Return the copies that somebody wrote, as batch norm does with its buffers."""
         now = list(map(_version, self.copies)) if self._versions else []
         return set(_different(now, self._versions))
 
@@ -181,7 +181,7 @@ class Values:
         # Those of the last update, and the originals then: versions, and steps of optimizers.
         self._current: list[_Place] = []
         self._found: tuple[list[int], list[tuple[int, int]]] = ([], [])
-        # What the last comparison was with: which tensors, and the checksum of their copies.
+        # The last comparison: the tensors, and the checksum of their copies.
         self._compared: list[int] = []
         self._reference: torch.Tensor | None = None
         self._looks = 0
@@ -265,7 +265,7 @@ class Values:
         return places
 
     def _traces(self) -> _Traces:
-        """What is equal, tensor by tensor, as long as nothing has left a trace of changing it."""
+        """Return the traces of each tensor, which are equal until a change leaves one."""
         originals, states = self._originals, self._states
         entries = states.now() if self._given is None else states.entries
         return entries, versions(originals), steps_of(originals)
@@ -309,7 +309,7 @@ class Values:
         self._looks += 1
         if now or self._looks <= _LOOKS_AT_ONCE or not devices.is_accelerator(home):
             return bool(differs)
-        # What another thread's optimizer writes meanwhile leaves a trace: it is no news.
+        # A write by another thread's optimizer leaves a trace: it is no news.
         busy = any(map(_is_elsewhere, steps_of(self._originals)))
         if not busy and self._traces() == traces:
             self._answer = devices.to_host_later(differs)
@@ -350,9 +350,9 @@ class ReplicaParameters:
     ) -> None:
         self._originals = list(originals)
         self._states, self._layouts = States(self._originals), list(map(_layout, originals))
-        #: How often one of the originals was frozen, or came to other memory.
+        #: The number of times that an original was frozen, or came to other memory.
         self.num_changes = 0
-        #: What the leaves are filled with.
+        #: The values that fill the leaves.
         self.values = Values(devices, dtype=dtype, in_place=True, states=self._states)
         #: Per replica its leaves, in the order of the originals.
         self.rows: list[list[nn.Parameter]] = [
@@ -390,7 +390,7 @@ def _is_elsewhere(step: tuple[int, int]) -> bool:
 
 
 def _different(some: Iterable[Any], others: Iterable[Any]) -> Iterator[int]:
-    """Where two sequences differ."""
+    """Return the indices at which two sequences differ."""
     return itertools.compress(itertools.count(), map(ne, some, others))
 
 
@@ -403,7 +403,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was written; -1 for those that have no counter."""
+    """Return the number of writes to each tensor; -1 for those that have no counter."""
     try:
         return list(map(_version, tensors))
     except RuntimeError:
@@ -411,7 +411,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class States:
-    """What tensors are, other than their values; to see that nothing has changed takes C alone."""
+    """Properties of tensors other than their values; C alone finds out if one has changed."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -483,7 +483,7 @@ def _copies(
     source = originals[0].device
     others = [device for device in targets if device != source]
     made: list[list[Any]] = [[None] * len(originals) for _ in targets]
-    # What is trained lies together, since it changes together.
+    # Trained tensors lie together, since they change together.
     for trained in (True, False):
         indices = [i for i, o in enumerate(originals) if o.requires_grad is trained]
         values = [originals[i] for i in indices]

@@ -1,4 +1,4 @@
-"""What a user should look at now: on the devices, and in the runs that are watched."""
+"""The matters that need a user's look now: on the devices, and in the runs that are watched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find_alerts(history: History) -> list[Finding]:
     for run in history.runs:
         found.extend(_of_run(run, run_name(run.state, states)))
     for findings in history.changes.values():
-        # What a report of the same samples tells, as far as it costs much.
+        # A report of the same samples tells these, if they cost much.
         found.extend(one for one in findings if one.severity == "warning")
     return sorted(found, key=lambda one: one.severity != "error")
 
@@ -47,7 +47,7 @@ def _counted(number: float, what: str) -> str:
 
 
 def _reported(device: DeviceReading) -> list[Finding]:
-    """What the device itself says is wrong with it."""
+    """Return the faults that the device itself reports."""
     found = []
     last = device.value("last_xid")
     if last is not None:
@@ -115,7 +115,7 @@ def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> l
 
 
 def _of_run(run: RunHistory, name: str) -> list[Finding]:
-    """What cannot wait: a run that is gone, or replicas that have not moved for long."""
+    """Return urgent alerts: a run that is gone, or replicas that have not moved for long."""
     if run.gone_for is not None:
         process = f"process {run.state.pid}"
         text = (

@@ -15,12 +15,12 @@ from dataparallel.tools.monitor.sizes import duration, size
 if TYPE_CHECKING:
     from dataparallel.tools.arguments import Subparsers
 
-#: What the name of a picture may end in.
+#: The endings that the name of a picture may have.
 SUFFIXES = (".png", ".svg", ".pdf")
-#: Where `monitor serve` takes the token from if it is not among the options.
+#: The variable with the token of `monitor serve` if it is not among the options.
 TOKEN_VARIABLE = "DATAPARALLEL_MONITOR_TOKEN"
 
-#: Of a file of a recording: a smaller one would hold hardly more than its header.
+#: The least limit for a file of a recording: a smaller one would hold hardly more than its header.
 _SMALLEST = 4096
 
 

@@ -1,4 +1,4 @@
-"""What `monitor grafana` does: print a dashboard for what `monitor serve` tells Prometheus.
+"""The command `monitor grafana`: print a dashboard for the metrics of `monitor serve`.
 
 The form is the classic one of a dashboard, which Grafana imports from version 10 on. Where the data
 come from, which machines and which ranks are shown are variables of the dashboard.
@@ -18,7 +18,7 @@ _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 #: Width of a dashboard, and height of a chart and of a number, in Grafana's units.
 _WIDTH, _HEIGHT, _LOW = 24, 8, 4
 
-#: Which series are shown.
+#: The series that are shown.
 _ON_MACHINE, _OF_RANK = 'instance=~"$instance"', 'instance=~"$instance",rank=~"$rank"'
 _DEVICE, _REPLICA = "{{instance}} {{device}}", "rank {{rank}}, replica {{replica}} on {{device}}"
 _THREAD, _PROCESS = "rank {{rank}} {{thread}}", "{{device}} {{process}} {{pid}} {{user}}"
@@ -41,7 +41,7 @@ def _rate(series: str) -> str:
 
 
 _SAMPLES = f"sum({_rate(_run('run_samples_total'))})"
-#: Of the devices alone on which there are replicas.
+#: The energy of those devices only on which there are replicas.
 _ENERGY = (
     f"sum({_rate(_device('energy_joules_total'))} and on (instance, device) "
     f"{_run('replica_phase_seconds_total')})"

@@ -1,4 +1,4 @@
-"""What the last samples were: since when something holds, and what happened lately in the run."""
+"""The last samples: since when something holds, and what happened lately in the run."""
 
 from __future__ import annotations
 
@@ -94,19 +94,19 @@ class RunHistory:
 
     @property
     def summary(self) -> Summary:
-        """What a report of the same samples tells."""
+        """Return the summary in a report of the same samples."""
         if self._summary is None:
             self._summary = summarize_periods([self.period], self._slowed)
         return self._summary
 
     @property
     def scores(self) -> Sequence[ReplicaScore]:
-        """What each replica did lately, and how fast; empty without steps."""
+        """Return each replica's phases and speed of late; empty without steps."""
         return self.summary.replicas if self.state.num_steps else ()
 
 
 class History:
-    """What the last samples were.
+    """The last samples.
 
     Attributes:
         sample: The newest sample; None before the first one.
@@ -142,7 +142,7 @@ class History:
             state = states.pop(identity, None)
             run.add(state, sample.elapsed, slowed_devices(sample, run.state.info))
             job, rank = run.state.job, run.state.rank
-            # What is gone stays if its job goes on without it, or if there is nothing else.
+            # A run that is gone stays if its job goes on without it, or if there is nothing else.
             if run.gone_for and jobs and ((job, rank) in ranks or job not in jobs):
                 del self._runs[identity]
         for identity, state in states.items():
@@ -159,13 +159,13 @@ class History:
 
     @property
     def advice(self) -> Finding | None:
-        """What to change first in the jobs that are there, also where it is no warning."""
+        """Return the first change to make in the jobs that are there, also if it is no warning."""
         found = [each[0] for each in self.changes.values() if each[0].gain]
         return max(found, key=lambda one: one.gain, default=None)
 
     @property
     def runs(self) -> list[RunHistory]:
-        """What happened lately in each run that is watched, by job and rank."""
+        """Return the late history of each run that is watched, by job and rank."""
         return sorted(self._runs.values(), key=lambda run: run.state.order)
 
     def course(self, device: str) -> Sequence[float | None]:

@@ -15,7 +15,7 @@ from dataparallel.threads.timeline import Phase
 
 
 class PhaseStyle(NamedTuple):
-    """How one phase looks; colors are ``#rrggbb``."""
+    """The look of one phase; colors are ``#rrggbb``."""
 
     #: Stands for it where there are no colors.
     letter: str
@@ -30,11 +30,11 @@ class Theme:
 
     ground: str
     ink: str
-    #: Of writing that is less important, and of axes.
+    #: The color of less important writing, and of axes.
     soft: str
-    #: Of the one line in a chart.
+    #: The color of the one line in a chart.
     line: str
-    #: Of what is slowed down.
+    #: The color of a device that is slowed down.
     warning: str
     #: In the order in which they are shown.
     phases: Mapping[Phase, PhaseStyle]

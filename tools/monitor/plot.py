@@ -1,4 +1,4 @@
-"""What `monitor plot` does: draw recordings as devices and phases over time, and the last step."""
+"""The command `monitor plot`: draw devices and phases over time, and the last step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class _Metric(NamedTuple):
-    """What is drawn of each device."""
+    """A metric that is drawn for each device."""
 
     title: str
     name: str
@@ -88,9 +88,9 @@ class _Track:
     """A recording on the time axis of the picture."""
 
     samples: Sequence[Sample]
-    #: When each sample was taken, in the unit of the axis.
+    #: The time of each sample, in the unit of the axis.
     axis: Sequence[float]
-    #: Where nothing is known of the time before a sample.
+    #: The samples before which nothing is known.
     gaps: frozenset[int]
     #: Stands before the names of devices; empty for the only recording.
     prefix: str
@@ -180,7 +180,7 @@ def _tracks(recordings: Sequence[Recording]) -> tuple[list[_Track], str]:
         gaps = {
             i + 1
             for i, (a, b) in enumerate(itertools.pairwise(one.samples))
-            # Where elapsed begins anew a recording was continued.
+            # A recording was continued if its elapsed time begins anew.
             if b.elapsed < a.elapsed or each[i + 1] - each[i] > limit
         }
         prefix = f"{one.header.get('host', '')} " if len(recordings) > 1 else ""
@@ -190,7 +190,7 @@ def _tracks(recordings: Sequence[Recording]) -> tuple[list[_Track], str]:
 
 
 def _titles(tracks: Sequence[_Track], runs: Sequence[_Run]) -> tuple[str, str]:
-    """What was recorded: the model on which devices; and how, when and how fast."""
+    """Return the titles: the model and its devices; and how, when and how fast it was recorded."""
     samples = [(track.prefix, sample) for track in tracks for sample in track.samples]
     names = {(prefix, one.device): one.name for prefix, each in samples for one in each.devices}
     used = {}
@@ -302,7 +302,7 @@ def _draw_strip(theme: Theme, strip: _Strip, metric: _Metric, shows_slow: bool, 
 
 
 def _name(axes: Axes, name: str) -> None:
-    """What a strip is about, left of it."""
+    """Write the name of a strip left of it."""
     axes.text(-0.01, 0.5, name, transform=axes.transAxes, ha="right", va="center")
 
 
@@ -358,7 +358,7 @@ def _runs(tracks: Sequence[_Track]) -> list[_Run]:
     longest = max(found, key=lambda one: one.num_steps, default=None)
     # A job that was started again has another name, but the same ranks.
     jobs = {one.states[-1].job for one in longest.periods} if longest else set()
-    # Of a run whose replicas became others, most of it.
+    # If a run's replicas became others, the period with most steps counts.
     most: dict[object, _Run] = {}
     for one in sorted(found, key=lambda one: one.num_steps):
         if any(each.states[-1].job in jobs for each in one.periods):
@@ -375,7 +375,7 @@ def _runs(tracks: Sequence[_Track]) -> list[_Run]:
 def intervals(
     periods: Sequence[RunPeriod], axis: Sequence[float], gaps: frozenset[int] = frozenset()
 ) -> list[tuple[float, float, RunTotals | None]]:
-    """What the replicas did over time: begin, end and totals; None in a gap between two others."""
+    """Return the replicas' times: begin, end and totals; None in a gap between two others."""
     width = axis[-1] / MAX_INTERVALS
     found: list[tuple[float, float, RunTotals | None]] = []
     for period in periods:

@@ -25,7 +25,7 @@ class Row:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What it is known by: a process may be on several devices."""
+        """Return the row's key: a process may be on several devices."""
         return self.process.pid, self.process.device
 
 
@@ -39,7 +39,7 @@ class Column:
     is_number: bool = True
 
     def text(self, row: Row) -> str:
-        """What stands in the cell of a row."""
+        """Return the text in the cell of a row."""
         value = self.value(row.process)
         text = units.NOT_AVAILABLE if value is None else self.shown(value)
         return row.branch + text if self.name == "command" else text

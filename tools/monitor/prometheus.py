@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Family = CounterMetricFamily | GaugeMetricFamily
 
-#: What the metrics tell, without the prefix of their names; ``_total`` makes a counter.
+#: The meanings of the metrics, without the prefix of their names; ``_total`` makes a counter.
 _MEANINGS = {
     "build_info": "Version of the package that tells these metrics.",
     "sample_timestamp_seconds": "When the latest sample was taken, in seconds since 1970.",

@@ -42,12 +42,12 @@ _REMEDY = (
 
 
 def run_name(state: RunState, states: Sequence[RunState]) -> str:
-    """What tells a run from the others, in words; empty for the only one."""
+    """Return the words that tell a run from the others; empty for the only one."""
     return ", ".join(filter(None, (process_name(state, states), model_name(state, states))))
 
 
 def process_name(state: RunState, states: Sequence[RunState]) -> str:
-    """What tells the process of a run from the others, in words; empty for the only one."""
+    """Return the words that tell the process of a run from the others; empty for the only one."""
     if len({(one.host, one.pid) for one in states}) == 1:
         return ""
     if len({one.job for one in states}) == 1:
@@ -57,7 +57,7 @@ def process_name(state: RunState, states: Sequence[RunState]) -> str:
 
 
 def model_name(state: RunState, states: Sequence[RunState]) -> str:
-    """What tells a run from the others of its process, in words; empty for the only one."""
+    """Return the words that tell a run from the others of its process; empty for the only one."""
     beside = [one for one in states if (one.host, one.pid) == (state.host, state.pid)]
     if len(beside) == 1:
         return ""
@@ -109,7 +109,7 @@ def find_in_job(
             if is_of_all:
                 several = len({state.rank for state, _ in runs}) > 1
                 who = "all ranks" if several else process_name(told[0][0], states)
-            # What they have in common.
+            # All of them share the least gain.
             least = min((one for _, one in told), key=lambda one: one.gain)
             text = f"{who[0].upper()}{who[1:]}: {least.text}" if who else least.text
             found.append(replace(least, text=text, gain=min(least.gain, most)))
@@ -119,7 +119,7 @@ def find_in_job(
 
 
 def _by_cause(runs: Sequence[tuple[RunState, Summary]]) -> list[list[tuple[RunState, Finding]]]:
-    """What is found in runs; what is found in several of them stands together."""
+    """Return the findings of runs; the same finding in several of them stands together."""
     found: dict[object, list[tuple[RunState, Finding]]] = {}
     for state, summary in runs:
         beside = [one for other, one in runs if other.identity[:2] == state.identity[:2]]

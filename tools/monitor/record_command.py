@@ -1,4 +1,4 @@
-"""What `monitor record` does: write samples into a file."""
+"""The command `monitor record`: write samples into a file."""
 
 from __future__ import annotations
 

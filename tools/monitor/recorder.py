@@ -91,7 +91,7 @@ class Recorder(logging.handlers.RotatingFileHandler):
         self._file_lock.release()
 
     def summary(self) -> str:
-        """What was recorded, in one line."""
+        """Summarize the recording in one line."""
         told = f"recorded {samples_text(self.num_samples)} to {self._path}"
         if self.num_samples:
             told += f", a sample took {seconds_text(self._cost / self.num_samples)}"

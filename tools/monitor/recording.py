@@ -37,12 +37,12 @@ _GAP = 3.0
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded, the oldest sample first."""
+    """The content of a recording, the oldest sample first."""
 
-    #: What is known of the recorder.
+    #: The facts about the recorder.
     header: Mapping[str, Any]
     samples: tuple[Sample, ...]
-    #: What could not be read, in words, with the number of the line.
+    #: The parts that could not be read, in words, with the number of the line.
     problems: tuple[str, ...] = ()
 
 

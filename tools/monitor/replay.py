@@ -44,7 +44,7 @@ class Replay(Sampler):
         """The next sample, without waiting for its time; after the end the last one again."""
         if self._upcoming is not None:
             self._latest, self._upcoming = self._upcoming, next(self._rest, None)
-            # What is damaged is known once the lines behind a sample have been read.
+            # Damage is known once the lines behind a sample have been read.
             if self._reader.problems:
                 note = (
                     f"{len(self._reader.problems)} lines of the recording cannot be read; "

@@ -31,7 +31,7 @@ _SHORT = {"reduce across processes": "reduce X", "reduce local": "reduce R"}
 def replica_lines(
     runs: Sequence[RunHistory], host: HostReading | None, width: int, *, full: bool
 ) -> list[Text]:
-    """What runs there are and how fast, and a line per replica; not full, what changes alone."""
+    """Return lines of runs, with their speed, and of replicas; if not full, lines that change."""
     states = [run.state for run in runs]
     groups: dict[object, list[RunHistory]] = {}
     for run in runs:
@@ -44,7 +44,7 @@ def replica_lines(
 
 
 def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Text]:
-    """Of the ranks that train one module together."""
+    """Return the lines of the ranks that train one module together."""
     number = "rank.#  " if len(runs) > 1 else "#  "
     room = width - len(number) - sum(_WIDTHS) - 3
     half = room // 2
@@ -154,7 +154,7 @@ def _legend(shares: Sequence[Mapping[Phase, float]]) -> Text:
 
 
 def _threads(threads: Mapping[str, float]) -> Text:
-    """How busy the threads of the run are, the busiest ones first."""
+    """Return the load of the run's threads, the busiest ones first."""
     busiest = sorted(threads.items(), key=lambda item: -item[1])
     told = [f"{clean(name)} {units.percent_text(load)}" for name, load in busiest]
     return Text(f"threads  {'   '.join(told)}")

@@ -1,4 +1,4 @@
-"""What recordings come to."""
+"""The report of recordings."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class DeviceReport:
     #: In how many samples it could not be read, and why not, the last time.
     failed: int
     error: str | None
-    #: Whether it could not be read, or was missing, at the end.
+    #: True if it could not be read, or was missing, at the end.
     is_lost: bool
 
     @property
     def reasons(self) -> str:
-        """Why it is slowed down and how often, in words."""
+        """Return, in words, why it is slowed down and how often."""
         return ", ".join(
             f"{reason} in {100 * share:.0f} % of the time"
             for reason, share in self.throttle_reasons.items()
@@ -56,17 +56,17 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a recording tells of a run."""
+    """The report of a run from a recording."""
 
     job: str
     rank: int
     host: str
-    #: What tells it from the other runs, in words; empty for the only one.
+    #: The words that tell it from the other runs; empty for the only one.
     name: str
     info: RunInfo
     #: Several if it was started again.
     pids: tuple[int, ...]
-    #: Whether the numbers are since the run began, not since it was seen first.
+    #: True if the numbers are since the run began, not since it was seen first.
     since_start: bool
     summary: Summary
     #: Joules of its devices while it was watched; None if that is not available.
@@ -76,19 +76,19 @@ class RunReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """What the ranks of a job that were recorded come to together."""
+    """The report of a job's recorded ranks together."""
 
     job: str
     world_size: int
     ranks: tuple[int, ...]
     samples_per_second: float
-    #: What to change, the largest gain first; at least one.
+    #: The changes to make, the largest gain first; at least one.
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What recordings come to."""
+    """The report of recordings."""
 
     #: From the first sample to the last, of the longest recording.
     seconds: float

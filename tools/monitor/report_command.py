@@ -1,4 +1,4 @@
-"""What `monitor report` does: sum up recordings, and print what they come to."""
+"""The command `monitor report`: sum up recordings, and print the result."""
 
 from __future__ import annotations
 

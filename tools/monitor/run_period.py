@@ -28,7 +28,7 @@ class RunPeriod:
 
     @property
     def info(self) -> RunInfo:
-        """What does not change."""
+        """Return the facts that do not change."""
         return self.states[-1].info
 
     @property
@@ -88,7 +88,7 @@ def find_runs(samples: Sequence[Sample]) -> list[list[RunPeriod]]:
         info, rank = period.info, period.states[-1].rank
         same = (rank, info.model, info.wrapper, info.devices, info.num_parameters)
         for known, group in groups:
-            # What goes on at the same time is another run.
+            # A run that goes on at the same time is another run.
             if known == same and group[-1].places[-1] < period.places[0]:
                 group.append(period)
                 break

@@ -11,7 +11,7 @@ from dataparallel.monitor.attach import Answers, ask, runs
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.tools.monitor.ranks import process_name
 
-#: How long the answers of runs may take, in seconds.
+#: The seconds that the answers of runs may take.
 _TIMEOUT = 1.0
 _NONE = (
     "no run can be watched now: put the training loop into "
@@ -62,7 +62,7 @@ class RunWatch:
         return tuple(dict.fromkeys(state.pid for state in self.latest))
 
     def names(self) -> dict[int, str]:
-        """What tells each process from the others, in words; empty for the only one."""
+        """Return the words that tell each process from the others; empty for the only one."""
         return {state.pid: process_name(state, self.latest) for state in self.latest}
 
     def is_over(self) -> bool:
@@ -72,7 +72,7 @@ class RunWatch:
         return not any(life is not None and _is_alive(life) for life in self._lives.values())
 
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about them."""
+        """Return the notes that a user should know about the runs."""
         if self.latest or self._problems:
             return self._problems
         if not self._lives:

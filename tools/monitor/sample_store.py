@@ -25,7 +25,7 @@ class RunReading(NamedTuple):
 
     state: RunState
     is_up: bool
-    #: How fast its replicas are lately.
+    #: The speed of its replicas of late.
     scores: Sequence[ReplicaScore]
 
 
@@ -105,7 +105,7 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
         "job": state.job,
         "rank": state.rank,
         "pid": state.pid,
-        # Of a run that is gone, the last that it told.
+        # The last state that a run has told stays when it is gone.
         "state": state.to_json(),
         "gone": run.gone_for,
         "shares": [one.shares for one in run.scores],
@@ -114,7 +114,7 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
 
 
 def _course(runs: Sequence[RunHistory], job: str) -> list[float | None]:
-    """Of the ranks of a job: samples per second, all together, and the longest last step."""
+    """Return, for a job's ranks, the samples per second together, and the longest last step."""
     there = [run for run in runs if run.state.job == job and run.gone_for is None]
     speed = speed_of_ranks((run.state.rank, run.samples_per_second) for run in there)
     steps = [run.state.last.seconds for run in there if run.state.last is not None]

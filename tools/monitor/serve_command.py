@@ -1,4 +1,4 @@
-"""What `monitor serve` does: a page with live charts, and metrics for Prometheus."""
+"""The command `monitor serve`: a page with live charts, and metrics for Prometheus."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: the parameters of the address, and the headers."""
+    """A request: the parameters of the address, and the headers."""
 
     query: Mapping[str, str]
     headers: Mapping[str, str]
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back."""
+    """The answer to a request."""
 
     body: bytes
     kind: str = "text/plain; charset=utf-8"
@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Route:
-    """What answers at one path; a public one needs no token."""
+    """The function that answers at one path; a public one needs no token."""
 
     answer: Callable[[Request], Answer]
     is_public: bool = False
@@ -84,7 +84,7 @@ class MonitorServer(ThreadingHTTPServer):
     #: Connections at the same time; one more is told to come back later.
     max_connections = 32
     daemon_threads = True
-    #: Where two servers could share a port, the second must be told of the first.
+    #: If two servers could share a port, the second must be told of the first.
     allow_reuse_port = False
 
     def __init__(
@@ -130,7 +130,7 @@ class MonitorServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it is to be found; by a name of this machine if it listens on all interfaces."""
+        """The server's address; by a name of this machine if it listens on all interfaces."""
         host = str(self.server_address[0])
         if ipaddress.ip_address(host.split("%")[0]).is_unspecified:
             host = socket.gethostname()
@@ -272,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _why_not(host: str, port: int, error: OSError) -> str:
-    """What to do about an address that cannot be used."""
+    """Return the remedy for an address that cannot be used."""
     return (
         f"cannot serve at port {port} of {host}: {error.strerror or error}; choose others with "
         "--host and --port, such as --port 0 for any that is free"

@@ -1,4 +1,4 @@
-"""What the monitor's server answers: the page, its data, and metrics."""
+"""The answers of the monitor's server: the page, its data, and metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _JSON = "application/json"
 
 
 def routes(store: SampleStore, interval: float) -> dict[str, Route]:
-    """What answers, by path; the page asks once per interval."""
+    """Return the answers by path; the page asks once per interval."""
     about = {
         "interval": interval,
         "charted": CHARTED,

@@ -181,7 +181,7 @@ class TopApp(App[None]):
         mark = "▼" if self._descending else "▲"
         lines, self._ends = table(rows, self._view.own_pids(), self._tagged, {self._sort: mark})
         self._table.show(lines)
-        # What is selected stays so wherever it goes, also out of sight.
+        # The selection stays on its row wherever that goes, also out of sight.
         places: dict[object, int] = {row.key: place for place, row in enumerate(rows)}
         self._table.choose(places.get(before, self._table.cursor), is_seen=False)
 

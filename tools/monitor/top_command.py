@@ -1,4 +1,4 @@
-"""What `monitor top` does: a live view of devices, replicas and processes.
+"""The command `monitor top`: a live view of devices, replicas and processes.
 
 In a terminal it answers to keys and mouse, see :mod:`dataparallel.tools.monitor.top_app`. In a
 pipe, and for a terminal that cannot do that, it is printed again for every sample.
@@ -26,7 +26,7 @@ from dataparallel.tools.monitor.view import View
 
 #: Between the two samples of --once, at most; rates need two.
 _SHORT = 0.25
-#: Of samples that come faster than they are shown, so many of the last are.
+#: If samples come faster than they are shown, so many of the last are kept.
 _MOST_ARRIVED = 600
 
 
@@ -84,7 +84,7 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
         RuntimeError: Sampling has failed.
         SystemExit: A signal has ended it.
     """
-    # What is printed needs no textual.
+    # Printing needs no textual.
     with needs_extra("monitor"):
         from dataparallel.tools.monitor.top_app import TopApp
 

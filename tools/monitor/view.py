@@ -35,7 +35,7 @@ _UTILIZATION, _MEMORY, _POWER, _COURSE = "#2d9cdb", "#43a867", "#cc8a2e", "#2f86
 
 
 class View:
-    """What the last samples tell, in lines; ``rich`` prints all of them at any width."""
+    """The view of the last samples, in lines; ``rich`` prints all of them at any width."""
 
     def __init__(self, interval: float | None = None) -> None:
         self.history = History()
@@ -59,7 +59,7 @@ class View:
     # --- sections; what they have beyond the width is to be cut off ------------------------------
 
     def heading(self, width: int, hint: str = "") -> list[Text]:
-        """When it was, what is watched, and the host."""
+        """Return the time, the runs that are watched, and the host."""
         sample = self.history.sample
         if sample is None:
             return [Text("waiting for the first sample", "dim")]
@@ -77,7 +77,7 @@ class View:
         return [first] if sample.host is None else [first, _host_line(sample.host, width)]
 
     def summary(self, width: int) -> list[Text]:
-        """What is worst and what to change first, a line each, and how much more there is."""
+        """Return the worst and the first change to make, a line each, and the number of others."""
         advice = self.history.advice
         others = [one for one in self._alerts if one != advice][:_MOST_ALERTS]
         shown = [one for one in self._alerts if one in others or one == advice]
@@ -96,7 +96,7 @@ class View:
         return [line for text in texts for line in folded(text.plain, width, str(text.style))]
 
     def notes(self, width: int) -> list[Text]:
-        """What is missing, and how to get it."""
+        """Return the missing parts, and how to get them."""
         notes = () if self.history.sample is None else self.history.sample.notes
         return [line for note in notes for line in folded(f"note: {note}", width, "dim")]
 
