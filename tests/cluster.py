@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 class RankFailed(Exception):
-    """What happened in the workers: the cause of an exception, or stands for an unpicklable one."""
+    """The failure of workers: the cause of an exception, or a stand-in for an unpicklable one."""
 
 
 class RankDied(Exception):
@@ -63,7 +63,7 @@ class RankDied(Exception):
 
 @dataclass
 class _Reply:
-    """What a worker answers, and when that was clear."""
+    """The answer of a worker, and its time."""
 
     value: object = None
     error: BaseException | None = None
@@ -256,7 +256,7 @@ def _work(connection: Connection, stacks: str, virtual: bool) -> None:
         register()
     stray: list[str] = []
     _catch_strays(stray)
-    # What is imported is never garbage; without it, a collection after every job is cheap.
+    # Imported objects are never garbage; without them, a collection after every job is cheap.
     gc.collect()
     gc.freeze()
     connection.send_bytes(b"ready")
@@ -274,7 +274,7 @@ def _catch_strays(stray: list[str]) -> None:
 
     def hook(args: Any) -> None:
         trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
-        # What was ignored, and where; nothing for a thread.
+        # The ignored error and its place; nothing for a thread.
         about = f"{getattr(args, 'err_msg', '') or ''} {getattr(args, 'object', '')!r}"
         stray.append(f"{about}\n{''.join(trace)}")
 

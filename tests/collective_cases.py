@@ -51,7 +51,7 @@ def numbers(rank: int, dtype: torch.dtype, shape: Sequence[int] = SHAPE) -> Tens
 
 
 def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
-    """What the tensors of all members become."""
+    """Return the reduction of the tensors of all members."""
     if op == "avg":
         total = reduced("sum", inputs)
         floating = total.is_floating_point() or total.is_complex()
@@ -204,7 +204,7 @@ def differentiable(dtype: torch.dtype) -> list[Case]:
 
 
 def layouts_of(dtype: torch.dtype) -> list[str]:
-    """What :func:`laid_out` can do to tensors of a dtype."""
+    """List what :func:`laid_out` can do to tensors of a dtype."""
     found = ["transposed", "sliced", "narrowed", "expanded"]
     if dtype.is_complex:
         found.append("conjugated")
@@ -259,7 +259,7 @@ def each(slots: Sequence[str], call: Callable[..., Any], *columns: Sequence[Any]
 def check(
     case: Case, found: Sequence[Tensor], mine: Sequence[Tensor], xs: Sequence[Tensor], first: int
 ) -> list[str]:
-    """What is wrong with results, to the last bit.
+    """Return the faults of results, to the last bit.
 
     Args:
         case: What was called.
@@ -281,7 +281,7 @@ def check(
             faults.append(f"strides {result.stride()}")
         if result.untyped_storage().nbytes() != result.numel() * result.element_size():
             faults.append("more memory than it needs")
-        # Of no other result, and no input: those are compared after this.
+        # No other result and no input shares this memory: those are compared after this.
         result.zero_()
     faults += [
         "an input has changed, or shares memory with a result"

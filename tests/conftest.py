@@ -22,7 +22,7 @@ pytest_plugins = ["tests.faults.harness"]
 # Uses of memory that no wait orders are errors: in the processes that tests start, too.
 os.environ.setdefault("DATAPARALLEL_VIRTUAL_RACES", "1")
 
-# What is marked gpu needs none, and runs where nothing can be compiled for them, too.
+# Tests marked gpu need no virtual devices, and run on machines that cannot compile them, too.
 if os.environ.get("DATAPARALLEL_TESTS_WITHOUT_VIRTUAL_DEVICES") != "1":
     dataparallel.virtual.enable(4)
 

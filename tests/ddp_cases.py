@@ -13,7 +13,7 @@ import dataparallel as dp
 Wrap: TypeAlias = Callable[[nn.Module], Any]
 #: Gradients and other results, in a fixed order.
 Results: TypeAlias = Sequence[Tensor | None]
-#: What is computed with a wrapped, and with the bare module, on a device.
+#: A computation with a wrapped and with the bare module, on a device.
 Case: TypeAlias = Callable[[Wrap, str], Results]
 
 

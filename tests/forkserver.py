@@ -11,13 +11,13 @@ import sys
 import warnings
 from multiprocessing.context import ForkServerContext, SpawnContext
 
-# What the functions of most tests import. An optimizer imports the compiler; that alone takes
+# The imports of the functions of most tests. An optimizer imports the compiler; that alone takes
 # longer than all the others.
 _IMPORTED = ["tests.cluster", "tests.kernels.host_backend", "torch._dynamo", "hypothesis", "pytest"]
 
 
 def context() -> ForkServerContext | SpawnContext:
-    """What makes processes in a test: with a server, or anew where a fork is not safe."""
+    """Return the maker of processes in a test: a server, or new ones if a fork is not safe."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     made = multiprocessing.get_context("forkserver")

@@ -19,7 +19,7 @@ from tests.cluster import Cluster, free_port
 def launched(
     script: pathlib.Path, processes: int, folder: pathlib.Path, *options: str, virtual: bool
 ) -> str:
-    """What a script prints in a folder, rank after rank. Its warnings are errors."""
+    """Return a script's output in a folder, rank after rank. Its warnings are errors."""
     with contextlib.closing(Cluster()) as cluster:
         arguments = free_port(), str(script), str(folder), options
         texts = cluster.run(
@@ -38,7 +38,7 @@ def _run(
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
     os.chdir(folder)
     sys.argv = [script, *options]
-    # What init_rpc does with its process group, and Lightning with torch.
+    # The first is from init_rpc and its process group, the others from Lightning and torch.
     warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", ".*does not have many workers")

@@ -1,4 +1,4 @@
-"""What a forward leaves in attributes: results with a history, states, and what is only kept."""
+"""Attributes that a forward leaves: results with a history, states, and values only kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When chunks change for speed, with times that are given rather than measured."""
+"""Changes of chunks for speed, with times that are given rather than measured."""
 
 from __future__ import annotations
 

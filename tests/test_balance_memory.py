@@ -31,7 +31,7 @@ class Narrow(nn.Module):
         super().__init__()
         self.most = most
         self.backward = backward
-        # Of a list each replica would have its own.
+        # Each replica would have a list of its own.
         self.calls = collections.deque[tuple[int, int]]()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_no_room_anywhere(pair: list[str]) -> None:
     model = dataparallel.DataParallel(make_net(Narrow({0: 10, 1: 10})).to(pair[0]), pair)
     x = torch.randn(36, 6).to(pair[0])
     for _ in range(2):
-        # Where something was compiled before, replicas run the first calls in turn.
+        # If something was compiled before, replicas run the first calls in turn.
         model(x[:4])
     with dataparallel.balance(model) as balancer:
         with pytest.raises(torch.OutOfMemoryError, match="no memory is left") as caught:

@@ -94,7 +94,7 @@ def test_what_is_split_and_what_is_not(slots: list[str]) -> None:
     chunks = scatter({"query": x, "key": x, "s": scale, "t": [scale], "rest": rest}, slots)
     for chunk, part in zip(chunks, x.chunk(4), strict=True):
         assert_same(chunk["query"], part)
-        # What is one tensor for the caller is one in each replica.
+        # One tensor of the caller is one tensor in each replica.
         assert chunk["query"] is chunk["key"] and chunk["s"] is chunk["t"][0]
         assert chunk["rest"][:4] == rest[:4]
         assert all(a is b for a, b in zip(chunk["rest"][4:7], empty, strict=True))

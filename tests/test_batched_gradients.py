@@ -61,7 +61,7 @@ def test_several_replicas_refuse_them(slots: list[str], wrapper: Any, way: str) 
     x = batch(slots[0], size=5, grad=True)
     with pytest.raises(RuntimeError, match=r"batched .*several replicas; .*vectorize=False"):
         WAYS[way](model, x)
-    # What they are computed from works, one after the other.
+    # The rows that they are computed from work, one after the other.
     torch.testing.assert_close(functional.jacobian(model, x), functional.jacobian(bare, x))
 
 

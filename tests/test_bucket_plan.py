@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and in which order."""
+"""The buckets of gradients, and their order."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_it_is_made_for_this_user_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert (mode(folder), mode(folder.parent)) == (0o755, 0o755)
-    # What a loose umask has made is closed.
+    # A folder that a loose umask has opened is closed.
     folder.chmod(0o775)
     close_to_others(folder)
     assert mode(folder) == 0o755
@@ -54,7 +54,7 @@ def extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NativeExtensio
 
 @pytest.fixture
 def planted(extension: NativeExtension) -> Path:
-    """What somebody else would like to be loaded."""
+    """Write a file that somebody else would like to be loaded."""
     path = extension.path()
     path.parent.mkdir(parents=True)
     path.write_text("hostile")

@@ -146,7 +146,7 @@ def guarded(module: nn.Module, places: Devices) -> Any:
 
 
 def turned(wrap: Wrap) -> Wrap:
-    """What begins with another device."""
+    """Return a wrapper that begins with another device."""
     return lambda module, places: wrap(module.to(places[1]), places[1:] + places[:1])
 
 
@@ -187,7 +187,7 @@ def copy_stream(index: int) -> torch.Stream:
     return stream
 
 
-#: Which streams do their work at once.
+#: The streams that do their work at once.
 SCHEDULES: list[Callable[[], list[torch.Stream]]] = [
     list,
     lambda: [default_stream(0)],

@@ -167,7 +167,7 @@ def between(pair: Pair) -> None:
 
 
 def changes(pair: Pair) -> None:
-    """What the module is, and what it is called with, changes between steps."""
+    """Change the module and its arguments between steps."""
     repeat(pair)
     repeat(pair, shift=0.5)
     x = pair.batch(4, 6)
@@ -247,7 +247,7 @@ def test_draws_anew_in_each_replay() -> None:
     x = torch.ones(3, 4, device="virtual:0")
     seen = [model(x).detach() == 0 for _ in range(4)]
     assert not torch.equal(seen[2], seen[3])
-    # What was dropped in forward has no gradient.
+    # A value that was dropped in forward has no gradient.
     output = model(x)
     output.sum().backward()
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""What somebody changes in a module between two forwards, and what it costs to notice."""
+"""Changes that somebody makes in a module between two forwards, and the cost of noticing them."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_write_is_told_of_a_forward_late(wrapper: Wrapper, is_error: bool) -> 
 
 @WRAPPERS
 def test_a_write_is_seen_at_once_where_it_costs_nothing(wrapper: Wrapper) -> None:
-    """Where weights are swapped in for an evaluation, and where the originals are on the CPU."""
+    """Weights are swapped in for an evaluation, or the originals are on the CPU."""
     module, model, x = build(wrapper, train=True)
     for training in (False, True, False):
         write(module)
@@ -263,7 +263,7 @@ def test_a_write_is_seen_at_once_where_it_costs_nothing(wrapper: Wrapper) -> Non
         module, model, x = build(wrapper, ["cpu", "virtual:0"], forwards=forwards)
         write(module)
         assert_current(model, module, x)
-    # What batch norm has written in training is there, too.
+    # The statistics that batch norm has written in training are there, too.
     module, model, x = build(wrapper)
     model.train()(x)
     assert_current(model.eval(), module, x)

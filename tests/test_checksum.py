@@ -1,4 +1,4 @@
-"""Whether anything was written, from a few integers."""
+"""A check for writes, from a few integers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_sizes_are_a_division(data: st.DataObject, costs: list[Cost], batch_size
     assert sum(sizes) == batch_size
     assert all(sizes) or sizes == (0,)
     assert len(sizes) == len(costs) or batch_size < len(costs)
-    # What the wrapper takes, too.
+    # The wrapper takes the same.
     assert settle(batch_size, len(costs), lambda *_: sizes) == sizes
     if fits(batch_size, limits):
         assert all(n <= most for n, most in zip(sizes, limits, strict=False) if most is not None)

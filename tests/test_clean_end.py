@@ -1,4 +1,4 @@
-"""What an object holds is given back: on close, when it is collected, and cycle after cycle."""
+"""An object gives back what it holds: on close, when it is collected, and cycle after cycle."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 @functools.cache
 def warm() -> None:
-    """What is started once for the whole process is there before anything is counted."""
+    """Start the parts of the whole process before anything is counted."""
     for make in MAKERS.values():
         make().close()
-    # What other tests have left to be looked through takes a second at every collection.
+    # To look through the objects that other tests have left takes a second at every collection.
     gc.collect()
     gc.freeze()
 

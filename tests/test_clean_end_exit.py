@@ -139,7 +139,7 @@ def after_fork() -> Net:
     model(torch.ones(8, 8))
     child = forkserver.fork()
     if child == 0:
-        # Where it hangs, nobody else would end it.
+        # If it hangs, nobody else would end it.
         signal.alarm(LIMIT)
         model(torch.ones(8, 8))
         return model
@@ -172,7 +172,7 @@ CASES: dict[str, Callable[[str], object]] = {
     "after a fork": lambda _: after_fork(),
     "ends by an error": lambda _: ends_by_an_error(),
     "ends by exit": lambda _: ends_by_exit(),
-    # Where replicas come out of torch when the interpreter is gone, that aborts the process.
+    # If replicas come out of torch when the interpreter is gone, that aborts the process.
     "left behind": lambda _: left_behind(),
 }
 PROCESSES = {"destroys": 2, "leaves": 2, "fails": 4}
@@ -186,7 +186,7 @@ STATUS = {"ends by an error": 1, "ends by exit": 3, "left behind": 3}
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """Of each case the exit status, and what was written to stdout and to stderr."""
+    """Return the exit status of each case, and its output on stdout and on stderr."""
     folder = tmp_path_factory.mktemp("exits")
     command = [sys.executable, "-W", "error", "-m", "tests.test_clean_end_exit", str(folder)]
     interface = "lo" if sys.platform == "linux" else "lo0"
@@ -194,7 +194,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=4 * LIMIT
     )
-    # What forks has ended as a real interpreter does, after a training.
+    # The forking process has ended as a real interpreter does, after a training.
     assert (done.returncode, done.stderr) == (0, "")
     statuses = json.loads(done.stdout)
     loaded = checkpoint.load(folder / "run", nn.Linear(300, 300))

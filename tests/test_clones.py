@@ -160,7 +160,7 @@ def test_what_replica_0_does_to_itself_is_done_to_the_original(
     wrapper: Any, slots: list[str]
 ) -> None:
     original = Notes().to(slots[0])
-    # What a hook writes to the original stays.
+    # A hook's write to the original stays.
     outside = types.SimpleNamespace(net=original)
     original.note = "before"  # type: ignore[assignment]
     original.register_forward_hook(lambda *_: setattr(outside.net, "note", "during"))
@@ -296,7 +296,7 @@ def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
         if backward:
             output.sum().backward()
         del output
-        # What the module keeps is that of replica 0, and its owner's to drop.
+        # The module keeps the value of replica 0, which is its owner's to drop.
         assert model.module.kept is not None
         model.module.kept = None
 

@@ -1,4 +1,4 @@
-"""What goes wrong in the processes in which functions of tests run comes back."""
+"""Errors in the processes in which functions of tests run come back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Unpicklable(Exception):
 
 
 def fail(rank: int, world_size: int, how: str) -> str:
-    """What rank 1 does; the others are content, or wait for it."""
+    """Fail in rank 1; the others are content, or wait for it."""
     if rank == 1:
         if how == "ends":
             os._exit(3)

@@ -65,7 +65,7 @@ def asynchronous(value: Tensor, error: str = "") -> tuple[Any, Fill]:
 
 
 def plain_of(x: Any) -> Tensor:
-    """What ``wait`` returns, or a plain tensor itself."""
+    """Return the result of ``wait``, or a plain tensor itself."""
     tensor: Tensor = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
     return tensor
 

@@ -67,7 +67,7 @@ def compare(
     first: int,
     slots: Sequence[str],
 ) -> Faults:
-    """Which cases have wrong gradients, for the members of this process."""
+    """Return the cases that have wrong gradients, for the members of this process."""
     faults = []
     for case in cases.differentiable(dtype):
         whole = leaves(size, dtype)

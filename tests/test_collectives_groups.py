@@ -1,4 +1,4 @@
-"""What users may pass as a group; groups over all replicas of all processes, and their misuse."""
+"""The groups that users may pass; groups over all replicas of all processes, and their misuse."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.process_groups import new_group
 
 
 def resolve_everything(rank: int, world_size: int) -> list[str]:
-    """What does not resolve to the group that it stands for. Four processes."""
+    """Return the values that do not resolve to their group. It takes four processes."""
     faults = []
     world = dist.group.WORLD
     assert world is not None

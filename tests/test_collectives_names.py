@@ -102,7 +102,7 @@ def run_both(rank: int, world_size: int) -> list[int]:
     groups: list[Any] = [world(), world().group_name, list(range(world_size))]
     groups.append(dist.device_mesh.init_device_mesh("cpu", (world_size,)))
     with warnings.catch_warnings():
-        # Of torch: names that it wants to give up.
+        # Torch warns of names that it wants to give up.
         warnings.simplefilter("ignore", FutureWarning)
         expected = program(theirs(), x, world())
     for group in groups:
@@ -176,7 +176,7 @@ IN_PLACE: list[tuple[str, Callable[[Tensor], Any], dict[str, Any]]] = [
 def call_in_place(
     function: Any, tensors: Callable[[Tensor], Any], rest: dict[str, Any], x: Tensor
 ) -> list[Tensor]:
-    """What is in all tensors after the call."""
+    """Return the values of all tensors after the call."""
     given = [
         [each.clone() for each in part] if isinstance(part, list) else part.clone()
         for part in tensors(x)
@@ -197,7 +197,7 @@ def compare_in_place(rank: int, world_size: int) -> list[str]:
             continue
         covered.add(function)
         with warnings.catch_warnings():
-            # Of torch: names that it wants to give up.
+            # Torch warns of names that it wants to give up.
             warnings.simplefilter("ignore", FutureWarning)
             expected = call_in_place(function, tensors, rest, x)
         run = functools.partial(call_in_place, traceable_collective_remaps[function], tensors, rest)

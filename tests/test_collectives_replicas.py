@@ -325,7 +325,7 @@ class Net(nn.Module):
             back = f.all_to_all_single(h, None, None, GROUP)
             h = h * f.all_to_all_single(back, None, None, GROUP)
         if "scatter" in self.kinds:
-            # What each has for all is the same for all, so the mean of the chunks is no other.
+            # Each result for all is the same for all, so the mean of the chunks is no other.
             chunk = f.reduce_scatter_tensor(self.first.weight.repeat(2, 1), "avg", 0, GROUP)
             every = f.all_gather_tensor(chunk, 0, GROUP)
             h = h + every.sum() + f.broadcast(self.first.bias, 0, GROUP)

@@ -64,13 +64,13 @@ def world() -> dist.ProcessGroup:
 def compiler() -> Iterator[None]:
     """Empty caches, and none of torch's own warnings about itself."""
     with warnings.catch_warnings():
-        # Of the compiler: when an input has a history, and when it is imported.
+        # The compiler warns when an input has a history, and when it is imported.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         warnings.filterwarnings("ignore", "`torch.jit.script")
-        # Of what it does itself for each node of ours.
+        # It also warns of its own work for each node of ours.
         warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
         torch._dynamo.reset()
-        # What is on the disk was compiled for operators as they were then.
+        # The cache on the disk was compiled for operators as they were then.
         with (
             torch._inductor.config.patch(fx_graph_cache=False),
             torch._functorch.config.patch(enable_autograd_cache=False),
@@ -114,7 +114,7 @@ def compare_all(rank: int, world_size: int, backend: str, names: list[str]) -> l
         outputs = function(leaf)
         return [
             *outputs,
-            # Of each for itself, so that a wrong one has a name.
+            # Each output has its own gradient, so that a wrong one has a name.
             *(torch.autograd.grad(y.pow(3).sum(), leaf, retain_graph=True)[0] for y in outputs),
         ]
 
@@ -126,7 +126,7 @@ def compare_all(rank: int, world_size: int, backend: str, names: list[str]) -> l
 
 @pytest.mark.parametrize(
     ("backend", "names"),
-    # Of generated code those for which it is made to look alike in all processes.
+    # Only this generated code is made to look alike in all processes.
     [("aot_eager", list(CALLS)), ("inductor", ["all_reduce", "gather", "one gets all"])],
 )
 def test_compiled_as_eager(cluster: Cluster, backend: str, names: list[str]) -> None:
@@ -343,7 +343,7 @@ def differentiate_forward(rank: int, world_size: int) -> bool:
     import torch.autograd.forward_ad as forward_ad
 
     with warnings.catch_warnings(), forward_ad.dual_level():
-        # Of torch's own derivatives; a FutureWarning from 2.15 on.
+        # Torch's own derivatives warn; with a FutureWarning from 2.15 on.
         warnings.filterwarnings("ignore", "`torch.jit.script")
         dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
         with pytest.raises(RuntimeError, match="jvp"):

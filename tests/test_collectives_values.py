@@ -22,7 +22,7 @@ from tests.collective_cases import GROUP, PLACES, Case, each, index
 
 Faults = list[str]
 
-#: How many processes, where their tensors are, and over which backend; "vccl" takes no host memory.
+#: The processes, the device of their tensors, and the backend; "vccl" takes no host memory.
 PROCESSES = [(2, "cpu", "gloo"), (3, "cpu", "gloo"), (2, "virtual:1", "gloo")]
 PROCESSES += [(2, "virtual:1", "vccl")]
 
@@ -104,7 +104,7 @@ def test_replicas(place: str, size: int) -> None:
 @pytest.mark.parametrize("op", ["sum", "avg", "product"])
 @pytest.mark.parametrize("place", PLACES)
 def test_all_replicas_get_the_same_bits(place: str, op: str, dtype: torch.dtype) -> None:
-    """Which are those of a sum in replica order; of floats of 16 bits it is kept in float32."""
+    """The bits are those of a sum in replica order; sums of 16-bit floats are in float32."""
     slots = PLACES[place]
     inputs = [torch.randn(5001).to(dtype) for _ in slots]
     total = inputs[0] if op == "product" else inputs[0].float()
@@ -297,7 +297,7 @@ MOVED += [torch.float32, torch.float64, torch.uint8, torch.uint64, torch.complex
 
 
 def move_bits(rank: int, world_size: int, counts: Sequence[int], kind: str) -> Faults:
-    """What does not arrive bit for bit of any bits, from tensors with gaps and without rows."""
+    """Return the bits that do not arrive unchanged, from tensors with gaps and without rows."""
     size, first, group = sum(counts), sum(counts[:rank]), HybridGroup(timeout=30)
     gives = [[(2 * i + j) % 3 for j in range(size)] for i in range(size)]
     gets = [[gives[i][j] for i in range(size)] for j in range(size)]

@@ -401,7 +401,7 @@ def overlapped(model: Any) -> None:
 
 
 class Case(NamedTuple):
-    """How a hook is registered with our wrapper, and with torch's if in another way."""
+    """The registration of a hook with our wrapper, and with torch's if it differs."""
 
     ours: Register
     theirs: Register | None = None
@@ -416,7 +416,7 @@ class Case(NamedTuple):
 
 
 fp16_wrapper = default_hooks.fp16_compress_wrapper
-# Of full rank it is a mean.
+# With full rank it is a mean.
 FULL_RANK = power_sgd(
     matrix_approximation_rank=64, min_compression_rate=0.01, use_error_feedback=False
 )
@@ -583,7 +583,7 @@ def test_the_step_after_a_failure_is_right(
 
 
 def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> list[str]:
-    """What each of three steps ends with, where a hook fails on rank 1 in the first."""
+    """Return the end of each of three steps, if a hook fails on rank 1 in the first."""
     keep_group()
     step = 0
 
@@ -597,7 +597,7 @@ def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> li
     found = []
     for step in range(3):
         if step == 2:
-            # What is made anew is not forgotten.
+            # A group that is made anew is not forgotten.
             model.close()
         model.zero_grad()
         began = time.monotonic()

@@ -215,7 +215,7 @@ MAKING = "the making of the process group"
 AT = r"is at all_reduce of numbers \(collective 1\) for 'reducer"
 GAVE_UP = r"over 2 processes did not complete within 0\.\d+ s: rank 1"
 
-#: What rank 1 does while rank 0 adds up numbers, or makes a link; and what both hear.
+#: The action of rank 1 while rank 0 adds up numbers, or makes a link; and the messages of both.
 WAYS: dict[str, tuple[str, str]] = {
     "missing": (f"^rank 0: all_reduce of .* {GAVE_UP} did not come; .* raise the timeout", "^$"),
     "late": (f"^rank 0: all_reduce of .* {GAVE_UP} ", "rank 0 came and gave up"),

@@ -47,7 +47,7 @@ def _nothing_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def started() -> Iterator[Started]:
-    """What was compiled: what for, and in which thread."""
+    """Yield the compilations: the reason of each, and its thread."""
     found: Started = []
 
     def note(args: Any) -> None:
@@ -389,7 +389,7 @@ class Watched(nn.Module):
 
 
 def substitutions(call: Callable[[], object]) -> int:
-    """How often a call goes on to what a reference of a module leads to."""
+    """Count how often a call goes on to the target of a module's reference."""
     calls: list[str] = []
     sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name))
     try:
@@ -557,7 +557,7 @@ def test_torchs_settings_are_as_before() -> None:
             return x + 1
 
     model = DataParallel(compile_whole(Adds(), dynamic=False), ["cpu"] * 2)
-    # Which of two replicas leaves first is not ruled, and matters.
+    # Either of two replicas may leave first, and it matters.
     for number in range(12):
         model(torch.randn(4, 4))
         assert torch._dynamo.config.automatic_dynamic_shapes is True
@@ -657,7 +657,7 @@ def test_a_replica_that_runs_on_while_another_wants_to_compile_is_named(
             assert replica is not None
             if replica.index == 1:
                 began.set()
-                # What never happens while this runs.
+                # This never happens while this runs.
                 ended.wait(20.0)
                 return x
             try:

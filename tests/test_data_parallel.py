@@ -75,7 +75,7 @@ def test_forward_has_the_signature_of_the_modules(wrapper: Any) -> None:
         assert list(inspect.signature(forward).parameters) == ["ids", "mask", "scale"]
         torch.testing.assert_close(forward(x), model.module(x))
     torch.testing.assert_close(wrapper.forward(model, x), model.module(x))
-    # What the module's own forward was replaced by, as libraries do.
+    # Libraries replace the module's own forward like this.
     model.module.forward = nn.Linear(3, 2).forward
     assert list(inspect.signature(model.forward).parameters) == ["input"]
 

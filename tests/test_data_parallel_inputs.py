@@ -36,7 +36,7 @@ class Masked(nn.Linear):
 
 @pytest.mark.parametrize("in_dims", [{"mask": None}, {1: None}, {"mask": None, "shift": None}, {}])
 def test_arguments_that_go_whole_to_each_replica(slots: list[str], in_dims: Any) -> None:
-    """Of the module; targets of a loss are split, whatever their place or name is."""
+    """The rule is for the module; targets of a loss are split, whatever their place or name is."""
     bare, inner = twins(Masked, slots[0])
     model = DataParallel(inner, slots, in_dims=in_dims)
     x, y = torch.randn(2, 6, 3, dtype=torch.double, device=slots[0]).unbind(0)
@@ -134,7 +134,7 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
         with pytest.raises(RuntimeError, match="with functorch transforms"):
             call()
         torch.testing.assert_close(model(x), module(x))
-    # What the guides advise works, and a single replica is the bare module.
+    # The advice of the guides works, and a single replica is the bare module.
     for allowed in (model.module, one):
         torch.testing.assert_close(grad_of(allowed)(x), grad_of(module)(x))
 
@@ -190,7 +190,7 @@ def test_tangents_of_forward_mode_are_refused(
         if count == 1 and not options:
             assert forward_ad.unpack_dual(call()).tangent is not None
             return
-        # Of a tensor from outside nobody knows before.
+        # Nobody knows of a tensor from outside before.
         match = "jvp" if where == "closure" and wrapper is DataParallel else r"a tangent .*\.module"
         with pytest.raises(NotImplementedError, match=match):
             call()
@@ -198,7 +198,7 @@ def test_tangents_of_forward_mode_are_refused(
 
 
 def test_a_replica_may_write_into_its_chunk(slots: list[str]) -> None:
-    """What the caller has saved for its own backward stays, where the bare module raises."""
+    """The caller's saved tensor for its own backward stays, while the bare module raises."""
     x = torch.randn(8, 3, device=slots[0], requires_grad=True)
     outputs = DataParallel(nn.ReLU(inplace=True), slots)(x.tanh()), x.tanh().relu()
     assert_all_close(*[(y, *torch.autograd.grad(y.sum(), x)) for y in outputs])
@@ -394,7 +394,7 @@ def test_what_is_harmless_is_shared(wrapper: Any) -> None:
         *(types.SimpleNamespace(width=4), Vocabulary(), Kept(table), Kept(nn.Linear(5, 5))),
         *(nn.Linear(5, 5), torch.Generator()),
     )
-    # What is marked is shared whatever it holds.
+    # A marked object is shared whatever it holds.
     kept = Kept(x)
     net = Gives(lambda output, *given: given)
     got = wrapper(net, ["cpu", "cpu"])(x, *others, Replicate(kept))

@@ -1,4 +1,4 @@
-"""What all processes have in common: parameters and buffers, at first and in each forward."""
+"""The common tensors of all processes: parameters and buffers, at first and in each forward."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def wrap(module: nn.Module, replicas: int, **options: Any) -> Any:
             dist.broadcast(buffer, 0)
         options = {"broadcast_buffers": options["forward_sync_buffers"]}
     with warnings.catch_warnings():
-        # That one is about to go.
+        # This option is about to go.
         warnings.simplefilter("ignore", FutureWarning)
         return wrap_module(module, replicas, **options)
 

@@ -74,7 +74,7 @@ def _with_steps_in_backward(model: Any, rank: int) -> None:
 
 _CPU = ["cpu", "cpu"]
 _VIRTUAL = ["virtual:0", "virtual:1"]
-#: What is done before the wrapper is copied, its devices and its options.
+#: The action before the wrapper is copied, its devices and its options.
 STATES: dict[str, tuple[Callable[[Any, int], None], list[str], dict[str, Any]]] = {
     "before the first forward": (lambda model, rank: None, _CPU, {}),
     "after a step": (_trained, _VIRTUAL, {}),
@@ -137,7 +137,7 @@ def test_copies_are_made_alone_and_train_together(cluster: Cluster, name: str) -
 
 
 def _alone(rank: int, world_size: int) -> bytes:
-    """What a process does with copies while the others wait for it, and what it does not."""
+    """Copy a wrapper in one process while the others wait, as far as that is possible."""
     net = make_net()
     model: Any = dp.DistributedDataParallel(net, ["cpu"], timeout=0.5)
     with model.join():
@@ -170,7 +170,7 @@ def _alone(rank: int, world_size: int) -> bytes:
 def test_copies_in_one_process_alone(cluster: Cluster) -> None:
     """It evaluates, moves and saves them; a step alone fails and says who is missing."""
     saved, _ = cluster.run(_alone, 2, timeout=60)
-    # Where there is no process group, what was saved trains by itself.
+    # Without a process group the restored wrapper trains by itself.
     model = torch.load(io.BytesIO(saved), weights_only=False)
     assert model.process_group is None
     net = copy.deepcopy(model.module)
@@ -218,7 +218,7 @@ def test_it_evaluates_in_inference_mode_and_trains_afterwards(
     bare = copy.deepcopy(made.module)
     with torch.inference_mode():
         torch.testing.assert_close(made(x), bare(x))
-        # What is copied here can only be evaluated, and only here.
+        # A copy made here can only be evaluated, and only here.
         torch.testing.assert_close(copy.deepcopy(made)(x), bare(x))
     for each in (made, bare):
         each.zero_grad()

@@ -1,4 +1,4 @@
-"""What a step costs, counted: collectives, copies, memory, threads."""
+"""The cost of a step, counted: collectives, copies, memory, threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _collectives(rank: int, world_size: int, forward: Any, replicas: int) -> tup
     [(_three_layers, 1), (_other_layers_in_rank_one, 2), (_used_twice, 2)],
 )
 def test_collectives_of_a_step(cluster: Cluster, forward: Any, replicas: int) -> None:
-    """What a round begins with, and its vote, are its only messages, whatever is used."""
+    """A round has only two messages, one as it begins and its vote, whatever is used."""
     for sent, said, num_buckets in cluster.run(_collectives, 2, forward, replicas):
         assert num_buckets > 2
         assert (sent, said) == (num_buckets, 2)
@@ -135,7 +135,7 @@ def test_bucket_views_that_were_not_set_to_none_stay(cluster: Cluster, average: 
 
 @contextlib.contextmanager
 def counting_copies() -> Iterator[list[torch.device]]:
-    """Where copies go that are made in the block."""
+    """Yield the targets of copies that are made in the block."""
     with mock.patch.object(local, "arrive", wraps=local.arrive) as arrive:
         made: list[torch.device] = []
         yield made

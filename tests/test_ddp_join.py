@@ -146,7 +146,7 @@ BLOCKS = {
     "two": Block([(4, 2)], options=_SMALL),
     "nothing": Block([(0, 3)], _TWO, _SMALL),
     "three, divided by those left": Block([(3, 1, 3)], _TWO, divide=False),
-    # Of equal batches: the mean over samples that are left.
+    # With equal batches it is the mean over samples that are left.
     "samples": Block(
         [(3, 1, 2)], _TWO, {"average": "samples"}, theirs={"options": {}, "divide": False}
     ),
@@ -223,7 +223,7 @@ def _grads_after(rank: int, world_size: int, view: bool) -> tuple[bool, list[Ten
     kept = all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
     if rank == 1:
         model.zero_grad()
-    # What was not reduced before the block is reduced after it.
+    # Gradients that were not reduced before the block are reduced after it.
     backward(model, 5, rank)
     return kept, [p.grad for p in model.parameters()]
 
@@ -329,7 +329,7 @@ def _replaced(rank: int, world_size: int, how: str, generic: bool) -> None:
                 net.weight = nn.Parameter(torch.ones(1, 2))
             model(torch.ones(2, 2, dtype=net.weight.dtype)).sum().backward()
     assert time.monotonic() - began < 10.0, "it waited for the time limit"
-    # What is replaced in all processes is trained.
+    # A parameter that is replaced in all processes is trained.
     net.weight = nn.Parameter(torch.full((1, 2), 2.0))
     model(torch.full((2, 2), rank + 1.0)).sum().backward()
     assert net.weight.grad is not None and net.weight.grad.tolist() == [[3.0, 3.0]]

@@ -26,7 +26,7 @@ NOT_HERE = {
     # A round ends within its backward, and one that failed is forgotten.
     *("finalize_backward", "require_manual_backward_finalization"),
     "should_finalize_after_backward",
-    # How its reducer is made, and what nothing depends on here.
+    # Names about the making of its reducer, and names that nothing depends on here.
     *("bucket_bytes_cap", "bucket_bytes_cap_default", "bucket_bytes_cap_list", "logger"),
     *("broadcast_bucket_size", "is_multi_device_module", "batched_grad_copy", "device_type"),
     *("lazy_bucket_allocation", "skip_all_reduce_unused_params", "to_kwargs"),
@@ -129,7 +129,7 @@ def test_the_wrappers_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPat
 
 # --- logging data --------------------------------------------------------------------------------
 
-#: What is about another way to reduce, what is called otherwise, and what os.environ tells.
+#: Entries about another way to reduce, with other names, or from os.environ.
 _DIFFERENT = {
     # Torch's first plan is one bucket, since it does not look for unused parameters.
     "bucket_sizes",
@@ -261,7 +261,7 @@ def test_lengths_of_spans_and_their_means() -> None:
         since = found["forward_compute_time_start"]
         assert abs(found[f"{name}_time_start"] - since - 6 * first * 10**6) < 10**6
         assert abs(found[f"{name}_time_end"] - since - 6 * last * 10**6) < 10**6
-    # What has failed does not count, and nobody listens after it.
+    # A failed iteration does not count, and nobody listens after it.
     iterate(100, fails=True)
     assert measured.read()["avg_forward_compute_time"] == 3.5 * 3 * 10**6
     assert not timeline.listeners

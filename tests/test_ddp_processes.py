@@ -39,7 +39,7 @@ def make_net() -> Net:
 
 
 class Part:
-    """What one rank does in a step, with the wrapper or with the bare module."""
+    """The part of one rank in a step, with the wrapper or with the bare module."""
 
     def __init__(self, model: Any, net: Net, rank: int, step: int, share: float = 1.0) -> None:
         self.model, self.net, self.rank, self.step = model, net, rank, step
@@ -157,9 +157,9 @@ STEPS: list[Callable[[Part], None]] = [
     another_one_later,
     views_that_are_added_outside,
 ]
-#: What `no_sync` leaves, and what is in `.grad`, is weighed by the samples of one forward.
+#: Gradients of `no_sync`, and those in `.grad`, are weighed by the samples of one forward.
 WEIGHED = [squares, through_no_sync]
-#: Of a sum nobody knows what of it is reduced already, so nothing comes before the round.
+#: Nobody knows which part of a sum is reduced already, so nothing comes before the round.
 SUMMED = [squares, one_layer_each, late_gradients, head_and_encoder, weight_penalty]
 
 
@@ -242,7 +242,7 @@ def _hooked(rank: int, world_size: int, replicas: int, options: dict[str, Any]) 
             for found, *parts in zip(grads(net), *each, strict=True):
                 right = None if parts[0] is None else sum(parts) / world_size
                 torch.testing.assert_close(found, right)
-        # What was used before, and is not any more, has its gradient from before.
+        # A parameter that is no longer used keeps its gradient from before.
         calls.clear()
         model(batch()).sum().backward()
         assert calls.count("after") == 1
@@ -346,7 +346,7 @@ def _fails(rank: int, world_size: int, number: int, view: bool) -> float:
             continue
         before, kept = grads(net), [p.grad for p in net.parameters()]
         own = rank in bad
-        # Of several the first is named.
+        # The first of several is named.
         match = (
             "on purpose"
             if own

@@ -1,4 +1,4 @@
-"""Which processes a wrapper has: groups that come late, other groups, none, and what is refused."""
+"""The processes of a wrapper: groups that come late, other groups, none, and refusals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _group_made_later(rank: int, world_size: int, store: str) -> list[float]:
             with pytest.raises(RuntimeError, match="one of 2, but the wrapper has no group"):
                 call()
         late = dp.DistributedDataParallel(early.module, ["cpu", "cpu"])
-        # What was told to train by itself does so in a group, too.
+        # A wrapper that is told to train by itself does so in a group, too.
         found = [gradient_of(model, rank) for model in (late, alone)]
         assert pickle.loads(pickle.dumps(alone)).process_group is None
         alone.update_process_group(dist.group.WORLD)
@@ -102,7 +102,7 @@ def test_what_is_no_process_group(group: Any) -> None:
 
 
 def _regrouped(rank: int, world_size: int, first: Any) -> list[float]:
-    """What is summed up over other groups; who is in none keeps the old one."""
+    """Return sums over other groups; a process that is in none keeps the old one."""
     model = dp.DistributedDataParallel(linear(), ["cpu"], average="none", process_group=first)
     found = [gradient_of(model, rank)]
     pair = dist.new_group([0, 1])
@@ -111,7 +111,7 @@ def _regrouped(rank: int, world_size: int, first: Any) -> list[float]:
         model.close()
         return []
     found.append(gradient_of(model, rank))
-    # What was reduced is not reduced again.
+    # A reduced gradient is not reduced again.
     model.update_process_group(dist.new_group([0, 1], use_local_synchronization=True))
     x = torch.full((2, 1), float(rank + 1))
     model(x).mean().backward()

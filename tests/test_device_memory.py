@@ -1,4 +1,4 @@
-"""What the devices hold at the peak of a step, in bytes, beside the bare module on one chunk."""
+"""The bytes on devices at the peak of a step, beside the bare module on one chunk."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_outputs_of_replicas_are_gone_once_they_are_gathered(wrapper: Any) -
 
 
 def _peaks_with_views(rank: int, world_size: int) -> tuple[int, int]:
-    """Of the bare module, and of a replica whose buckets are sent."""
+    """Return the peaks of the bare module, and of a replica whose buckets are sent."""
     criterion = nn.CrossEntropyLoss()
     y = torch.zeros(6, dtype=torch.long, device=SLOTS[0])
 

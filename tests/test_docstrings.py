@@ -38,7 +38,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "guides").glob("*.md")),
 ]
 
-#: How the first line of a script begins that is run in several processes.
+#: The first words of a script that is run in several processes.
 LAUNCHED = "# torchrun "
 
 #: Public objects that show no example, and why.
@@ -126,7 +126,7 @@ def run(code: str, names: dict[str, Any], where: str, first_line: int = 1) -> No
     code = re.sub(r"\bcuda(?=:\d|\")", "virtual", code)
     # A process cannot change their number.
     code = re.sub(r"\benable\(\d\)", f"enable({virtual.device_count()})", code)
-    # Of virtual devices they show what a forgotten wait does.
+    # With virtual devices they show the effect of a forgotten wait.
     with virtual.check_races(virtual.checks_races() and "virtual" not in where):
         exec(compile("\n" * (first_line - 1) + code, where, "exec", dont_inherit=True), names)
 
@@ -148,7 +148,7 @@ class Net(nn.Module):
 
 
 def names_for(code: str) -> dict[str, Any]:
-    """What a reader of the example has defined: on the CPU if it names that, else on device 0."""
+    """Return a reader's definitions: on the CPU if the example names that, else on device 0."""
     statements = re.sub("#.*", "", code)
     homes = ["cpu", "cpu"] if '"cpu"' in statements else ["virtual:0", "virtual:1"]
     here, there = homes
@@ -259,7 +259,7 @@ def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
         with warnings.catch_warnings():
-            # What init_rpc itself does with its process group.
+            # init_rpc itself causes this warning.
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
             torch_rpc.init_rpc("main", rank=0, world_size=1, rpc_backend_options=options)
         try:
@@ -272,7 +272,7 @@ def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
 # --- pages -----------------------------------------------------------------------------------
 
 
-# What init_rpc itself does with its process group.
+# init_rpc itself causes this warning.
 @pytest.mark.filterwarnings("ignore:You are using a Backend:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=path_of)
 def test_examples_of_a_page(

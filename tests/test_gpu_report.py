@@ -52,7 +52,7 @@ def test_a_run_goes_on_after_what_fails_hangs_and_is_missing(tmp_path: pathlib.P
         assert (one.verdict, one.why) == (verdict, why)
         assert re.fullmatch(output, one.output), each.title
     status = pathlib.Path(f"/proc/{done['hangs'].output.split()[1]}/stat")
-    # Where nobody waits for it, it may remain as a zombie.
+    # If nobody waits for it, it may remain as a zombie.
     assert not status.exists() or status.read_text().split(") ")[1][0] in "ZX"
     assert "| works | not run | 0 | the run was stopped before |" in pages[0]
     assert "| fails | failed | 0 | exit status 1 |" in pages[-1]

@@ -1,4 +1,4 @@
-"""What the guides say about several machines, in networks of their own."""
+"""The guide for several machines, in networks of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _START = 60.0
 
 
 def commands() -> list[str]:
-    """What the guide types on the first machine, and what it exports for it."""
+    """Return the guide's commands for the first machine, with its exports."""
     text = PAGE.read_text().replace("\\\n", " ")
     found = [line.strip() for line in re.findall(r"^    .*torchrun .*$", text, re.MULTILINE)]
     assert [("--rdzv-backend" in line) for line in found] == [False, True]
@@ -105,7 +105,7 @@ def test_a_machine_that_fails(tmp_path: pathlib.Path) -> None:
     assert text != endless != SCRIPT
     (tmp_path / "train.py").write_text(text)
     printed, _ = partition.run(lose_a_machine, commands()[0], tmp_path, timeout=150)
-    # What rank 0 was about to do differs from time to time.
+    # The next act of rank 0 differs from time to time.
     named = re.search(
         r"CollectiveError: rank 0\b.* rank 1 \(process \d+ on .*\) has ended", printed
     )

@@ -26,7 +26,7 @@ from tests.test_docstrings import ROOT
 Make = Callable[[], nn.Module]
 Weight = Callable[..., Tensor | None]
 WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
-#: How much of each sequence is no padding.
+#: The part of each sequence that is no padding.
 LENGTHS = (9, 2, 3, 7, 1)
 
 
@@ -267,7 +267,7 @@ Trained = tuple[nn.Module, list[float], Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """What Trainer makes of each bare model."""
+    """Return Trainer's result for each bare model."""
 
     def of(case: str) -> Trained:
         make, rows, options = CASES[case]
@@ -441,7 +441,7 @@ def test_what_trainer_refuses(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
         "ran on two samples, to compare. Pass compute_loss_func="
         in vars(raised.value)["__notes__"][0]
     )
-    # Who knows better is believed.
+    # A user who knows better is believed.
     options = {"wrapper_options": {"scalars": "mean"}}
     train(Restless(mixes=True), tmp_path, Trainer, classes, devices | options)
     wrapper = dp.DataParallel(Restless(), ["cpu", "cpu"])

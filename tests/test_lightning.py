@@ -250,7 +250,7 @@ def test_the_other_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What the guide defines."""
+    """Return the definitions of the guide."""
     found: dict[str, Any] = {}
     exec(definitions("lightning"), found)
     return found

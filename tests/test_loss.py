@@ -73,7 +73,7 @@ def assert_same(
         results.append(list(grads))
         if again:
             penalty = torch.stack([grad.square().sum().cpu() for grad in grads]).sum()
-            # Of a bias it may be zero by absence or by value.
+            # The gradient of a bias may be zero by absence or by value.
             results[-1] += torch.autograd.grad(penalty, wanted, materialize_grads=True)
     for right, grad in zip(*results, strict=True):
         if not (undefined and right.isnan().any()):

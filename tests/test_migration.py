@@ -80,7 +80,7 @@ def total_of(net: Any, x: Tensor) -> Tensor:
     return use_all(net, x).sum()
 
 
-#: What the module does, what is done with the wrapper, and what comes of it in torch and here.
+#: The module, the use of the wrapper, and the result in torch and here.
 ROWS: dict[str, tuple[Callable[..., object] | None, Use, object, object]] = {
     "names": (None, lambda m, x: min(m.state_dict()), "module.layer.bias", "layer.bias"),
     "attributes": (None, lambda m, x: m.layer.in_features, "AttributeError", 4),

@@ -37,14 +37,14 @@ WORLDS = pytest.mark.parametrize("world", [1, 2])
 
 @dataclasses.dataclass
 class Spoil:
-    """Which gradient is spoiled: that of one parameter on one replica."""
+    """A gradient to spoil: that of one parameter on one replica."""
 
     name: str
     value: float = NAN
     replica: int = 0
 
 
-#: What is spoiled in the forwards that come now.
+#: The gradients to spoil in the forwards that come now.
 spoils: list[Spoil] = []
 
 
@@ -89,7 +89,7 @@ def wrapped(slots: Sequence[str] = ("cpu",), **options: Any) -> DistributedDataP
 
 
 def told(model: DistributedDataParallel[Any], backward: Callable[[], object]) -> str:
-    """What a backward says about gradients that are not finite, of which it leaves none."""
+    """Return the message of a backward about gradients that are not finite; it leaves none."""
     with mock.patch.object(logging.getLogger("dataparallel"), "warning") as warning:
         try:
             backward()
@@ -105,7 +105,7 @@ def told(model: DistributedDataParallel[Any], backward: Callable[[], object]) ->
 def trained(
     model: DistributedDataParallel[Net], *bad: Spoil, seed: int = 0, scale: float = 1.0
 ) -> str:
-    """What is told of a forward and backward in which something is spoiled."""
+    """Return the message of a forward and backward in which something is spoiled."""
     spoils[:] = bad
     torch.manual_seed(seed)
     x = torch.randn(8, 4, device=model.module.scale.device)
@@ -113,7 +113,7 @@ def trained(
 
 
 def place(rank: int, world: int, replica: int = 0, slot: str = "cpu") -> str:
-    """How a replica is named."""
+    """Return the name of a replica."""
     of_rank = f"rank {rank} of {world}, " if world > 1 else ""
     return f"{of_rank}replica {replica} ({slot})"
 
@@ -132,7 +132,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
 def _inject(
     rank: int, world: int, slots: list[str], times: int, options: dict[str, Any]
 ) -> tuple[int, int]:
-    """How many injections changed a weight or the state, and how many were not named."""
+    """Count the injections that changed a weight or the state, and those that were not named."""
     options = {"bucket_cap_mb": 1e-4, **options}
     model, plain = wrapped(slots, **options), wrapped(slots, **{**options, "nonfinite": "ignore"})
     optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain))
@@ -207,7 +207,7 @@ def _accumulate(rank: int, world: int, replicas: int, view: bool, action: str) -
         assert bool(text) != zeroed
         if text:
             assert f"{place(world - 1, world, replicas - 1)}: b.weight (NaN)" in text
-        # What earlier backwards have left is dropped, too.
+        # Gradients from earlier backwards are dropped, too.
         assert trained(model, seed=1) == ""
         assert trained(model, *bad) != ""
     # Nothing is left of it for the next step.

@@ -215,7 +215,7 @@ def test_a_step_counts_as_a_change_of_the_parameters(slots: list[str], kind: Kin
 
 @OURS
 def test_a_failed_step_and_the_one_after_it(slots: list[str], kind: Kind) -> None:
-    """What came before it has finished, what comes behind it has not begun."""
+    """The updates before it have finished, those behind it have not begun."""
     twins = Twins(kind, slots, DataOptimizer)
     twins.set_gradients()
     parameters = list(twins.module.parameters())
@@ -292,7 +292,7 @@ def test_state_is_on_the_devices_in_equal_parts(slots: list[str], expected: dict
 
 def test_few_copies_are_made_and_none_is_kept() -> None:
     twins, other = Twins("sharded", VIRTUAL[:3], SGD, lr=0.1), torch.device("virtual:1")
-    # What earlier tests have left.
+    # Free the memory of earlier tests.
     gc.collect()
     before = memory_allocated(other)
     twins.step()
@@ -312,7 +312,7 @@ def test_few_copies_are_made_and_none_is_kept() -> None:
         twins.module(torch.randn(3, 5, device="virtual:0")).sum().backward()
         optimizer = ShardedOptimizer(ADAMW, DataParallel(twins.module, VIRTUAL[:2]))
         optimizer.step()
-    # What is frozen counts as without state; of the rest a value, its gradient, the value back.
+    # A frozen one counts as without state; others send a value, its gradient, and the value back.
     assert sum(t.numel() for call in sent.call_args_list for t in call.args[0]) == 3 * 48
     assert optimizer.device_of(twins.module[0].bias) != optimizer.device_of(twins.module[2].bias)
 
@@ -462,7 +462,7 @@ def test_grad_scaler(slots: list[str], fused: bool, unscale: bool) -> None:
     twins = Twins("sharded", slots, fused=fused)
     device = slots[0].split(":")[0]
     scalers = [torch.amp.GradScaler(device, 8.0, growth_interval=2) for _ in range(2)]
-    # What the scaler asks for.
+    # The scaler asks for this.
     unscales = "_step_supports_amp_scaling"
     for duplicate in (twins.ours, copy.deepcopy(twins.ours)):
         assert getattr(duplicate, unscales, False) == getattr(twins.plain, unscales, False)

@@ -1,4 +1,4 @@
-"""What torch promises of its DataParallel: any module, with outputs and gradients as it is bare."""
+"""The promises of torch's DataParallel: any module, with outputs and gradients as it is bare."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same_step(
     ):
         for got, right in zip(step(output), expected, strict=True):
             if got is None or right is None:
-                # What no replica uses has no gradient, or one that is zero.
+                # A parameter that no replica uses has no gradient, or one that is zero.
                 assert not any(grad is not None and grad.any() for grad in (got, right))
             else:
                 torch.testing.assert_close(got.to_dense(), right.to_dense())

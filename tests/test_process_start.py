@@ -170,13 +170,13 @@ ROUNDS = "dataparallel/start/none"
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: float = 30.0) -> str:
-    """What only those have in common who meet in one part of the store, used by nobody before."""
+    """Return a mark shared only by those who meet in one part of the store, unused before."""
     part = elastic._meet(rank, world_size, store, datetime.timedelta(seconds=timeout))
     return part.compare_set("mark", "", uuid.uuid4().hex).decode()
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What they return or raise."""
+    """Return the results or errors of calls that run together."""
     with ThreadPoolExecutor(len(calls)) as pool:
         running = [pool.submit(call) for call in calls]
     return [each.exception() or each.result() for each in running]

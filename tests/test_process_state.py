@@ -1,4 +1,4 @@
-"""What torch keeps once for the process, replicas change one after another, and set back.
+"""State that torch keeps once for the process: replicas change it in turn, and set it back.
 
 Replicas meet by chance in the middle of such changes. Here they wait there for each other, for no
 longer than ``_WAIT``.

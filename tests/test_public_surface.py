@@ -1,4 +1,4 @@
-"""What the package offers, that the reference has it, and that it is what torch.nn.parallel has."""
+"""The public names: each is in the reference, and torch.nn.parallel has its part of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import dataparallel
 from dataparallel import comm, comm_hooks, kernels
 
 ROOT = pathlib.Path(__file__).parents[1]
-#: Of the reference: the name that is shown, and the one under which the documentation finds it.
+#: The names of the reference: the shown one, and the one under which the documentation finds it.
 ENTRIES = {
     shown or path: path
     for page in sorted((ROOT / "docs" / "api").glob("*.md"))
@@ -44,7 +44,7 @@ MODULES: list[types.ModuleType] = [
 #: Those of torch's that are offered here, too.
 NO_ENTRY = {comm_hooks: ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "noop_hook"]}
 
-#: What the wrapper adds to the methods of torch.nn.DataParallel.
+#: The wrapper's methods beside those of torch.nn.DataParallel.
 OWN_METHODS = ["add_replica", "close", "drop_replica", "loss"]
 
 
@@ -113,7 +113,7 @@ def extension() -> types.ModuleType:
         ("As :class:`DataParallel` does.", "As [`DataParallel`][dataparallel.DataParallel] does."),
         ("As :func:`~dataparallel.collectives.functional.reduce` does.",
          "As [`reduce`][dataparallel.collectives.reduce] does."),
-        # Of this name there are two, and of the other none.
+        # This name is there twice, and the other not at all.
         ("As :func:`broadcast` and :meth:`forward` do.", "As `broadcast` and `forward` do."),
         ("Added up, see Note [Order of a sum], here.", "Added up, here."),
         ("First. See Note [A], Note [B c] and\nNote [D]. Last.", "First. Last."),
@@ -177,7 +177,7 @@ def test_every_call_that_torch_takes_is_taken(
 
 
 def test_the_package_says_that_it_has_types() -> None:
-    """What mypy makes of them: ``tests/typed.py``, which `make check` reads."""
+    """``tests/typed.py``, which `make check` reads, shows mypy's view of them."""
     assert resources.files("dataparallel").joinpath("py.typed").is_file()
 
 
@@ -211,7 +211,7 @@ def test_a_clone_that_is_not_installed_says_so(tmp_path: pathlib.Path, how: str)
     for name in ("__init__.py", "__main__.py"):
         installed = pathlib.Path(dataparallel.__file__).parent / name
         (tmp_path / "dataparallel" / name).write_text(installed.read_text())
-    # What an installation in place has put into this Python.
+    # An installation in place has put these into this Python.
     code = f"""
         import runpy, sys
         sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each)]

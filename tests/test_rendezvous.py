@@ -18,7 +18,7 @@ def test_combine_runs_once_in_replica_order_in_the_thread_of_replica_0() -> None
         replica = current_replica()
         assert replica is not None
         ran.append((replica.index, torch.is_grad_enabled()))
-        # Who waits for it waits as long as it takes.
+        # The others wait for it as long as it takes.
         time.sleep(0.1)
         return [(i, tuple(values)) for i in range(len(values))]
 

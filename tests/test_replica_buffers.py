@@ -1,4 +1,4 @@
-"""What the log says, once, of buffers that the replicas of a wrapper write differently."""
+"""The log's one message about buffers that the replicas of a wrapper write differently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Keeps(nn.Module):
 
 
 def nothing(net: Keeps, x: Tensor) -> None:
-    # What all write alike, and what is nan in all.
+    # All write the count alike, and the table is nan in all.
     net.count += 1
     net.table.fill_(torch.nan)
 
@@ -185,7 +185,7 @@ def test_a_criterion_with_buffers(said: Any) -> None:
 def test_no_forward_waits_for_a_device(wrapper: Any) -> None:
     model = wrapper(Keeps(through_data).to(TWO[0]), TWO)
     x = torch.randn(8, 3, device=TWO[0])
-    # What else is compared at first may wait.
+    # Other buffers that are compared at first may wait.
     run(model, 15)
     virtual.reset_counters()
     for _ in range(20):

@@ -160,7 +160,7 @@ def test_monitor_and_balance(wrapper: Any) -> None:
     # The step before a change has no record: it ends with the next forward.
     assert [len(record.replicas) for record in seen] == [3, 3, 2, 2, 3, 3, 3]
     assert [record.number for record in seen] == [1, 2, 1, 2, 1, 2, 3]
-    # What is kept is about the replicas that there are now.
+    # The kept records are about the replicas that there are now.
     assert list(monitor.steps) == seen[-3:]
     training.assert_weights(9)
 

@@ -23,7 +23,7 @@ from tests.models import assert_all_close
 from tests.process_groups import keep_group
 
 STEPS = 7
-#: Which ranks leave out which steps.
+#: The ranks that leave out each step.
 ONE = {2: [1]}
 LAST = {6: [1]}
 FIRST = {0: [0]}
@@ -429,7 +429,7 @@ def joined(rank: int, world_size: int) -> None:
 
 
 def told(rank: int, world_size: int) -> None:
-    """What leaves a block that tells failures is no failure of the step of another rank."""
+    """An error that leaves a block of telling failures is no failure of another rank's step."""
     net = Net("cpu", two_layers)
     model = wrap(net, 1, timeout=20.0)
     for step in range(5):
@@ -456,7 +456,7 @@ def test_steps_of_other_kinds(cluster: Cluster, what: Any) -> None:
 
 
 def on_accelerators(rank: int, world_size: int, voting: bool) -> None:
-    """Where all wait for the vote, as with a hook, they learn of it before they use a gradient."""
+    """If all wait for the vote, as with a hook, they learn of it before they use a gradient."""
     net = Net(f"virtual:{rank}", two_layers)
     model = dp.DistributedDataParallel(net, [f"virtual:{rank}"], timeout=20.0)
     if voting:

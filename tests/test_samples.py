@@ -176,7 +176,7 @@ def test_no_later_batch_is_refused_by_chance(wrapper: Any) -> None:
     for other in (NAMES, (7, 7), range(4), [X, X, X, X]):
         with pytest.raises((ValueError, TypeError), match="nothing tells"):
             model(X[: len(other)], other)
-    # What once had another length than the batch holds no samples.
+    # A list that once had another length than the batch holds no samples.
     model(X[:3], NAMES)
     model(X, NAMES)
     assert net.seen[0] == NAMES
@@ -383,7 +383,7 @@ def words(y: Tensor) -> list[str]:
     return [f"{value:.3f}" for value in y.sum(1).tolist()]
 
 
-#: What a module makes of rows, what `out_dims` says, and whether the log is told at first.
+#: The module's result for rows, its `out_dims`, and True if the log is told at first.
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Any, bool]] = {
     "strings": (words, None, False),
     "a tuple of strings, told": (lambda y: tuple(words(y)), "samples", False),

@@ -105,7 +105,7 @@ def test_states_of_all_wrappers_are_loaded(
         assert {seen for part in parts for seen in part.seen} <= {3}
         assert before.keys() == versions(state).keys()
     if data is not None:
-        # What is missing, and what is not expected, is told by the names of the bare module.
+        # Missing and unexpected entries are told by the names of the bare module.
         del own[data.draw(st.sampled_from(list(own)))]
         path = data.draw(st.sampled_from(list(expected))).rpartition(".")[0]
         own[f"{path}.extra" if path else "extra"] = torch.zeros(1)
@@ -166,7 +166,7 @@ def test_modules_whose_state_is_special() -> None:
     lazy, full = ours(nn.LazyLinear(2)), ours(nn.Linear(3, 2))
     nn.Sequential(lazy).load_state_dict(nn.Sequential(full).state_dict())
     torch.testing.assert_close(lazy.module.weight, full.module.weight)
-    # What is missing depends on the version of the state, which is under the module's name.
+    # Missing entries depend on the version of the state, which is under the module's name.
     model, bare = nn.Sequential(ours(nn.BatchNorm1d(2))), nn.Sequential(nn.BatchNorm1d(2))
     state = bare.state_dict()
     del state["0.num_batches_tracked"]

@@ -1,4 +1,4 @@
-"""How much of the package a steady training step runs: files, functions and calls, counted.
+"""The part of the package that a steady training step runs: files, functions and calls, counted.
 
 The counts are those of Python 3.11, where each comprehension is a call; from 3.12 on it is none.
 They are made in a process of their own, since what other tests import and patch would count, too.
@@ -37,7 +37,7 @@ FEW, MANY = 4, 12
 
 
 class Counts(NamedTuple):
-    """What one step runs."""
+    """The counts of one step."""
 
     files: int
     functions: int
@@ -67,7 +67,7 @@ class _Profile:
 
 
 def count_step(profile: _Profile, wrapper: str, num_layers: int) -> Counts:
-    """What forward and backward of a stack of linear layers run on two CPU replicas."""
+    """Count a forward and backward of a stack of linear layers on two CPU replicas."""
     layers = [nn.Linear(4, 4) for _ in range(num_layers)]
     model: nn.Module = getattr(dp, wrapper)(nn.Sequential(*layers), ["cpu"] * 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -98,7 +98,7 @@ SCENARIOS = (train, exchange, gather_while_another_device_is_read)
 
 
 def run(left_out: Site | None, seen: set[Site]) -> list[Tensor]:
-    """What the scenarios give in strict mode."""
+    """Return the results of the scenarios in strict mode."""
     with without(left_out, seen), virtual.strict_mode():
         return [tensor for scenario in SCENARIOS for tensor in scenario()]
 

@@ -20,12 +20,12 @@ ORDER = (
     "tools > extras > monitor > parallel, comm_hooks > reducer > optim, collectives >"
     " replicas, batch > graph > threads > comm > kernels > devices, errors > torch_internals"
 )
-#: What stands beside them: it imports downwards, and of the rooms only the tools import it.
+#: The rooms beside them: each imports downwards, and of the rooms only the tools import it.
 BESIDE = {"distributed_autograd": "parallel", "virtual": "comm"}
-#: What the package shows imports all of them; the rooms below the tools import nothing from it.
+#: The face of the package imports all of them; the rooms below the tools import nothing from it.
 TOP = {"__init__", "__main__"}
 
-#: How many modules the wrappers load beside those of torch. It only falls.
+#: The number of modules that the wrappers load beside those of torch. It only falls.
 MOST_MODULES = 70
 
 #: Attributes of Python's and of other packages' objects that are assigned, and whose they are.
@@ -89,7 +89,7 @@ def place_of(tree: ast.Module, node: ast.AST) -> str:
 
 
 def imported(tree: ast.Module, typed: bool = True) -> Iterator[str]:
-    """What a file imports, also in functions, and, if ``typed``, what only a type checker does."""
+    """Yield a file's imports, also in functions, and, if ``typed``, those for type checkers."""
     unseen = {
         id(node)
         for block in ast.walk(tree)
@@ -245,7 +245,7 @@ def classes() -> dict[str, ast.ClassDef]:
 
 
 def inherited_state(owner: ast.ClassDef) -> set[str]:
-    """What the base classes of this package assign to ``self``."""
+    """Return the attributes that the base classes of this package assign to ``self``."""
     bases = [classes()[name] for name in map(ast.unparse, owner.bases) if name in classes()]
     own = ({node.attr for node in stores(base, own=True)} for base in bases)
     return set().union(*own, *(inherited_state(base) for base in bases if base is not owner))

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 #: Layers of torch.nn.SyncBatchNorm, and the option buffers= of the wrapper.
 TORCHS = ["torch's, replica0", "torch's, mean", "torch's, sync"]
-#: Of the wrapper: buffers="sync", also where a layer is synchronized; else the layers' group.
+#: The wrapper's way: buffers="sync", also for a synchronized layer; else the layers' group.
 HOW = ["buffers", "both", *TORCHS, "local", "hybrid", LocalGroup(60.0)]
 ALL = pytest.mark.parametrize("how", ["buffers", TORCHS[0], "hybrid"])
 
@@ -490,10 +490,10 @@ def compare_with_whole(
     if num_replicas:
         model: Any = DataParallel(module, ["cpu"] * num_replicas)
     else:
-        # Of torch, of what its compiler does itself for each node of ours.
+        # Torch warns of its compiler's own work for each node of ours.
         warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
         model = torch.compile(module, backend="aot_eager", fullgraph=True)
-    # What is compiled has no second ones.
+    # A compiled function has no second derivatives.
     second = num_replicas > 0
     expected = derivatives(bare, x, coefficients, second=second)
     mine = (x.split(sizes)[rank], coefficients.split(sizes)[rank])
@@ -596,7 +596,7 @@ def test_copies_and_torchs_layers_keep_their_processes(cluster: Cluster) -> None
 
 
 def outputs_of_whole(bare: nn.Module, x: Tensor, ranks: list[int], rank: int) -> Tensor:
-    """What the bare module makes of this process's part of the batch of some processes."""
+    """Return the bare module's outputs for this process's part of the batch of some processes."""
     whole: Tensor = bare(torch.cat([x + other for other in ranks]))
     return whole.chunk(len(ranks))[ranks.index(rank)]
 

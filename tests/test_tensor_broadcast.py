@@ -14,7 +14,7 @@ from tests.cluster import Cluster
 
 
 def _broadcast(rank: int, world_size: int) -> list[int]:
-    """How many messages there were, for each size of them."""
+    """Count the messages for each size of them."""
     counts = []
     for message_bytes in (2**20, 40, 1):
         own, sent = (torch.arange(12.0) + 100 * each for each in (rank, 1))

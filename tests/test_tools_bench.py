@@ -79,7 +79,7 @@ def test_contestants_take_turns_round_by_round(
     for turn, expected in ((1e-9, 3), (1e6, 200)):
         monkeypatch.setattr(harness, "_TURN", turn)
         assert harness.measure("x", teams("ours"), 1, None)[0].steps == expected
-    # What libraries print must not mix with results.
+    # The output of libraries must not mix with results.
     assert capfd.readouterr().out == ""
 
 

@@ -16,7 +16,7 @@ from dataparallel.tools.bench.host_counts import count_operators
 SMALL = ["bench", "host", "--steps", "1", "--rounds", "1", "--replicas", "2,1"]
 
 CLOCKS = ("wall", "processor")
-#: Of the bare module with ten layers: operators in all, and results with memory of their own.
+#: The bare module with ten layers: operators in all, and results with memory of their own.
 BARE = {"operators": 141, "copied_bytes": 0, "allocations": 42, "host_waits": 0}
 
 

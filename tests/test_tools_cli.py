@@ -133,7 +133,7 @@ def test_an_output_without_room(
     path = write_recording(tmp_path / "run", [make_sample(i) for i in range(3)])
     with redirected(open("/dev/full", "wb", buffering=buffering), monkeypatch) as full:
         assert cli.main(["monitor", *words.split(), str(path)]) == 1
-        # What is left must not fail when Python ends, which closes it as this does.
+        # The rest must not fail when Python ends, which closes it as this does.
         full.flush()
     assert capsys.readouterr().err == (
         "dataparallel: error: cannot write the output: No space left on device; make room\n"

@@ -103,7 +103,7 @@ def machine(
 
 
 def case(name: str, status: str, detail: str, remedy: str = "", **given: Any) -> Any:
-    """What is said of something on a machine: how its detail and its remedy begin."""
+    """Return a case: something on a machine, and the first words of its detail and remedy."""
     return pytest.param(name, status, detail, remedy, given, id=f"{name}: {detail}")
 
 

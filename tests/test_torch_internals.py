@@ -31,15 +31,15 @@ FILE = ROOT / "dataparallel" / "torch_internals.py"
 
 # --- nobody else -----------------------------------------------------------------------------
 
-#: What has to be touched where it is needed, and why.
+#: Names that have to be touched where they are needed, and why.
 ALLOWED = {
     # The registries of `nn.Module`, which its documentation of subclasses names.
     *("_parameters", "_buffers", "_modules"),
     # The counter of changes of a tensor, in torch's notes on autograd.
     "_version",
-    # How the hooks begin that an optimizer has, which its copies leave out.
+    # The prefix of an optimizer's hooks, which its copies leave out.
     "_optimizer_",
-    # Of the arguments of Hugging Face's Trainer, which assigns it, too.
+    # An argument of Hugging Face's Trainer, which assigns it, too.
     "_n_gpu",
     # argparse's, of a parser: its options, which `shtab` reads too.
     "_actions",
@@ -245,7 +245,7 @@ print("traced")
 def test_threads_of_replicas_use_the_cuda_graphs_of_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where there is a GPU; tests/gpu compares what compiled code computes with them."""
+    """The test pretends that there is a GPU; tests/gpu compares what compiled code computes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     trees: Any = importlib.import_module("torch._inductor.cudagraph_trees")
     graphs = torch_internals.graphs_of_compiler()

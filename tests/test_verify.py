@@ -36,8 +36,8 @@ def reordered(model: nn.Sequential) -> None:
 
 
 _F = "float32 of shape"
-#: What is done to the model of some ranks, or the options there, and what all of them say: # stands
-#: for ranks that were changed, and @ for the others.
+#: The change to the model of some ranks, or the options there, and the message of all: # stands for
+#: ranks that were changed, and @ for the others.
 CHANGES: list[tuple[Callable[[nn.Sequential], None] | dict[str, Any], str]] = [
     (
         with_layer(2, nn.Linear(3, 5)),
@@ -63,7 +63,7 @@ CHANGES: list[tuple[Callable[[nn.Sequential], None] | dict[str, Any], str]] = [
 
 
 def _construct(rank: int, world_size: int, ranks: list[int], count: int) -> list[str]:
-    """What each change leads to; afterwards, what differs in strides that no element uses."""
+    """Return each change's message; afterwards, differences in strides that no element uses."""
     found, slowest = [], 0.0
     for change, _ in CHANGES * count:
         model = net()
@@ -192,7 +192,7 @@ def test_names_that_one_replica_has_alone_and_tensors_without_values() -> None:
 
 # --- bit for bit, over processes -----------------------------------------------------------------
 
-#: Where the bias is written: ranks and replicas.
+#: The places at which the bias is written: ranks and replicas.
 Writes: TypeAlias = list[tuple[int, int]]
 
 

@@ -435,7 +435,7 @@ def assert_same(now: list[Any], before: list[Any]) -> None:
 def verify_in_processes(
     rank: int, world_size: int, name: str, size: int, options: dict[str, Any]
 ) -> str:
-    """What each rank is told, without numbers that nobody knows before."""
+    """Return each rank's message, without numbers that nobody knows before."""
     torch.manual_seed(0)
     make, replicas = NETS[name], options.pop("replicas", 2)
     model = dp.DistributedDataParallel(make(), ["cpu"] * replicas, **options)

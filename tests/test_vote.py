@@ -201,7 +201,7 @@ def fail_late(rank: int, world_size: int, repair: str, steps: bool, unused: bool
             optimizer.step()
     ahead = [str(each) for each in range(world_size) if each not in behind]
     text = f"of step 3 were reduced in ranks? {', '.join(ahead)}, which may have .* failed in it"
-    # Where nobody is ahead, nobody has taken the step, and all go on.
+    # If nobody is ahead, nobody has taken the step, and all go on.
     for _ in range(2 if ahead else 0):
         with pytest.raises(RuntimeError, match=text):
             model(batch(rank))

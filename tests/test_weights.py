@@ -1,4 +1,4 @@
-"""What the chunks of a batch, and the batches of processes, count in a mean."""
+"""The weights in a mean of the chunks of a batch, and of the batches of processes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Scaled(nn.Module):
 
 def _counted(rank: int, world_size: int) -> None:
     batches = [torch.full((3, 2), 4.0).double(), torch.full((1, 2), 8.0).double()]
-    # Of the mean over all samples of all processes.
+    # The mean over all samples of all processes.
     expected = torch.cat(batches).mean()
     mask, x = torch.ones(9), batches[rank]
     ways: list[tuple[dict[Any, Any], Callable[[Any], Tensor]]] = [
@@ -196,7 +196,7 @@ def _uncountable(rank: int, world_size: int) -> None:
         dp.DistributedDataParallel(Divides(), ["cpu"], average="samples")(1.0)
 
 
-#: Of how many labels each sequence of each process has, the last has none anywhere.
+#: The number of labels in each sequence of each process; the last has none anywhere.
 LENGTHS = ([[6, 1, 1], [2, 0]], [[5, 6, 1], [0, 0]], [[0], [0, 6, 1]])
 
 
@@ -213,7 +213,7 @@ def _labels(rank: int, world_size: int) -> None:
                 own = model(*batches[rank])["loss"]
                 own.backward()
                 assert_all_close(grads_of(net), grads_of(bare))
-                # What a process returns is about its own batch.
+                # The returned loss of a process is about its own batch.
                 torch.testing.assert_close(own, bare(*batches[rank])["loss"], equal_nan=True)
             model.close()
 

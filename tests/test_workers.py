@@ -211,7 +211,7 @@ def test_each_worker_has_its_share_and_nobody_else_notices(
     assert apply_replicas([torch.get_num_threads] * 3, [CPU] * 3) == [3, 3, 2]
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 8
-    # Where torch's OpenMP is not found, they keep the setting of the process.
+    # If torch's OpenMP is not found, they keep the setting of the process.
     monkeypatch.setattr(context, "_setters", lambda: ())
     assert apply_replicas([torch.get_num_threads] * 2, [CPU] * 2, WorkerPools()) == [8, 8]
 

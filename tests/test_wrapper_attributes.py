@@ -1,4 +1,4 @@
-"""What is set on a wrapper, deleted from it, and shown of it."""
+"""Attributes that are set on a wrapper, deleted from it, and shown by it."""
 
 from __future__ import annotations
 

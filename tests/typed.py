@@ -1,4 +1,4 @@
-"""What a user's type checker makes of the wrapper; `make check` reads it, and nothing runs it.
+"""A user's type checker on the wrapper; `make check` reads this file, and nothing runs it.
 
 mypy refuses an ignored error that is none, so the second function tells what it finds.
 """
@@ -12,7 +12,7 @@ import dataparallel
 
 
 def use() -> None:
-    """What has the types that it is said to have."""
+    """Use the wrapper with the types that it is said to have."""
     model = dataparallel.DataParallel(nn.Linear(3, 2), ["cpu", 0, torch.device("cpu")])
     layer: nn.Linear = model.module
     width: int = layer.in_features
@@ -25,7 +25,7 @@ def use() -> None:
 
 
 def misuse() -> None:
-    """What has not."""
+    """Use the wrapper with wrong types."""
     net = nn.Linear(3, 2)
     other: dataparallel.DataParallel[nn.Conv2d] = dataparallel.DataParallel(net)  # type: ignore[arg-type]
     dataparallel.DataParallel(net, buffers="average")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where a generation is, how one is damaged, and a simple object with a state."""
+"""The folder of a generation, ways to damage it, and a simple object with a state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def folder(directory: pathlib.Path, number: int) -> pathlib.Path:
-    """Where a generation is."""
+    """Return the folder of a generation."""
     return directory / f"generation-{number:08d}"
 
 

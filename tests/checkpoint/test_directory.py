@@ -308,7 +308,7 @@ def test_everything_is_on_the_disk_before_it_counts(
     assert replaced == [("replace", tensors), ("replace", manifest)]
     after = done[done.index(("replace", manifest)) + 1 :]
     assert after[:2] == [("fsync", folder(tmp_path, 1).name), ("fsync", tmp_path.name)]
-    # What is removed is no generation from the first moment.
+    # A removed generation is none from the first moment.
     removed = [call for call in done if call[0] == "unlink"]
     assert removed == [("unlink", manifest), ("unlink", tensors)]
 
@@ -336,7 +336,7 @@ def test_a_reader_beside_a_writer(in_memory: pathlib.Path) -> None:
 def test_a_fork_is_another_writer(tmp_path: pathlib.Path) -> None:
     directory = tmp_path / "run"
     save(directory, 1)
-    # Who had it anew, locks it again.
+    # The owner of a new folder locks it again.
     shutil.rmtree(directory)
     assert checkpoint.save(directory, step=2).wait() == 0
 
@@ -349,7 +349,7 @@ def test_a_fork_is_another_writer(tmp_path: pathlib.Path) -> None:
 
     with Fork(run) as child:
         assert child.rest() == [1]
-    # What the fork did took nothing from its parent.
+    # The fork took nothing from its parent.
     save(directory, 3)
     assert numbers(directory) == [0, 1] and numbers(tmp_path / "own") == [0]
 

@@ -1,4 +1,4 @@
-"""What does not fit is refused with both sides named, and nothing is changed then."""
+"""A part that does not fit is refused with both sides named, and nothing is changed then."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_failure_in_the_middle_is_taken_back(tmp_path: pathlib.Path) -> None:
     again = optimizer.state[net.weight]["exact"]
     assert again.dtype == torch.float64 and torch.equal(again, exact)
     assert torch.equal(torch.get_rng_state(), drawn)
-    # What was not known is not known again.
+    # A position that was not known is not known again.
     with pytest.raises(RuntimeError, match="is not known"):
         sampler.state_dict()
 
@@ -135,7 +135,7 @@ def test_the_last_good_generation(tmp_path: pathlib.Path, caplog: pytest.LogCapt
     assert checkpoint.load(tmp_path, net, number=0).step == 10
     spoil(tmp_path, 1)
     spoil(tmp_path, 0)
-    # What was saved and is lost is no new beginning.
+    # A lost checkpoint is no new beginning.
     with pytest.raises(checkpoint.CheckpointError, match=r"no generation is good"):
         checkpoint.load(tmp_path, net, missing_ok=True)
 
@@ -210,7 +210,7 @@ def test_state_keeps_a_dtype_of_its_own(tmp_path: pathlib.Path) -> None:
     step(net, optimizer)
     checkpoint.save(tmp_path, net, optimizer, step=1)
     checkpoint.load(tmp_path, coarse, its)
-    # That of the parameter goes with it.
+    # The moments' dtype goes with that of the parameter.
     assert [m["exp_avg"].dtype for m in moments(its)] == [torch.bfloat16] * 2
     exact, loaded = Exact(coarse.parameters()), Exact(coarse.parameters())
     step(coarse, exact)

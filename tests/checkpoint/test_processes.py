@@ -239,7 +239,7 @@ def die(rank: int, world_size: int, directory: pathlib.Path, dies: int, when: st
     [
         (1, "", "rank 1 ", 1),
         (1, ".safetensors", "nothing was saved to {}: ", 1),
-        # That which makes it a generation.
+        # This file makes it a generation.
         (0, "manifest.json", "whether generation 1 was saved is not known to {}: ", 2),
     ],
 )

@@ -113,7 +113,7 @@ def test_one_generation_at_a_time(gate: Gate, tmp_path: pathlib.Path) -> None:
 def test_the_next_save_tells_of_a_failure_in_the_background(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # What somebody has seen is not told again.
+    # An error that somebody has seen is not told again.
     with monkeypatch.context() as patched:
         fill_the_disk(patched)
         saving = checkpoint.save(tmp_path, step=1, asynchronous=True)

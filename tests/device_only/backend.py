@@ -33,7 +33,7 @@ _EXTENSION = NativeExtension(
 
 
 def _split_source() -> Any:
-    """What a new communicator is split from, as torch decides it for NCCL; None for nothing."""
+    """Return the source of a new communicator, as torch decides it for NCCL; None for none."""
     world: Any = dist.group.WORLD
     if world is None or world.bound_device_id is None:
         return None

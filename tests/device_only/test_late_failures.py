@@ -157,7 +157,7 @@ def test_a_rank_that_ends_in_a_step(cluster: Cluster) -> None:
 
 
 def train_and_read(rank: int, size: int, path: str) -> str:
-    """What torch writes on the standard error in some steps; it warns there without Python."""
+    """Return torch's output on the standard error in some steps; it warns there without Python."""
     torch.set_warn_always(True)
     kept = os.dup(2)
     with open(f"{path}-{rank}", "w+") as file:

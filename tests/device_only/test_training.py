@@ -77,11 +77,11 @@ Flags = Callable[[int, int], tuple[bool, ...]]
 
 
 class Case(NamedTuple):
-    """How all processes train, and how the bare module does the same."""
+    """A way to train in all processes, and the same with the bare module."""
 
     options: dict[str, Any] | None = None
     make: Callable[[], nn.Module] = make_net
-    #: What is done with the wrapper first.
+    #: Prepares the wrapper.
     prepare: Callable[[Any], object] = lambda model: None
     sizes: tuple[int, int] = (6, 6)
     #: By which the loss of the bare module is multiplied, for the whole batch or for each share.
@@ -99,8 +99,8 @@ class Case(NamedTuple):
 
 
 def power_sgd() -> powerSGD_hook.PowerSGDState:
-    # Of full rank, so that nothing is lost but what rounding takes. The feedback of errors reads
-    # memory on a stream for which it is not kept; under torch's wrapper it is not a number either.
+    # With full rank only rounding loses anything. The feedback of errors reads memory on a stream
+    # for which it is not kept; under torch's wrapper it is not a number either.
     return powerSGD_hook.PowerSGDState(
         None,
         matrix_approximation_rank=8,
@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-#: What is learned, and in which steps which parameters had a gradient, and which a sparse one.
+#: The learned state, and for some steps, per parameter, if it had a gradient, and a sparse one.
 Trained = tuple[State, dict[int, list[tuple[bool, bool]]]]
 
 
@@ -250,9 +250,9 @@ def test_steps_are_those_of_the_bare_module(
             assert seen
 
 
-#: Of two forwards and backwards, all of whose parameters are used: in how many the host waits for a
-#: device, and for what of another rank. A vote is read in the forward after it; with a hook, which
-#: may communicate itself, at the end of the round, too.
+#: For two forwards and backwards that use all parameters: the number of times that the host waits
+#: for a device, and for each message of another rank. A vote is read in the forward after it; with
+#: a hook, which may communicate itself, at the end of the round, too.
 WAITS: dict[str, tuple[int, dict[str, int]]] = {
     "plain": (0, {"bucket": 2, "the vote": 2, "the begin": 2}),
     "samples": (0, {"bucket": 2, "the vote": 2, "the begin": 2}),

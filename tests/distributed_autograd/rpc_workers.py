@@ -89,7 +89,7 @@ def _begin(rank: int, world_size: int, path: str) -> None:
         init_method=f"file://{path}", rpc_timeout=30.0, num_worker_threads=64, _transports=["uv"]
     )
     with warnings.catch_warnings():
-        # What init_rpc itself does with its process group.
+        # init_rpc itself causes this warning.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         torch_rpc.init_rpc(
             f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options
@@ -186,7 +186,7 @@ def note(value: Any) -> None:
 
 
 def take_notes() -> list[Any]:
-    """What was kept on this worker since the last time."""
+    """Return the notes of this worker since the last time."""
     with _lock:
         taken = list(_notes)
         _notes.clear()
@@ -194,7 +194,7 @@ def take_notes() -> list[Any]:
 
 
 def gate(name: str) -> threading.Event:
-    """Where functions wait until a test lets them go on."""
+    """Return the gate at which functions wait until a test lets them go on."""
     with _lock:
         return _gates.setdefault(name, threading.Event())
 

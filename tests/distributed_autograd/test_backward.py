@@ -1,4 +1,4 @@
-"""What a backward over workers does with graphs, hooks, errors and its arguments."""
+"""A backward over workers, with its graphs, hooks, errors and arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_freed_graphs_are_told() -> None:
         backward(context_id, [loss])
         with pytest.raises(RuntimeError, match=freed):
             backward(context_id, [loss])
-        # What was freed is at another worker.
+        # The freed part is at another worker.
         loss = rpc_sync("worker1", scaled, (x,)).sum()
         backward(context_id, [loss])
         with pytest.raises(WorkerError, match=rf"'worker1'.*{freed}"):
@@ -98,7 +98,7 @@ def test_ordinary_backward_is_told() -> None:
         with pytest.raises(RuntimeError, match="appears to not have been used"):
             torch.autograd.grad(y.sum(), x)
         backward(context_id, [rpc_sync("worker1", torch.mul, (x, 2)).sum()])
-        # What a pass has left on a leaf does nothing in an ordinary backward.
+        # The rest of a pass on a leaf does nothing in an ordinary backward.
         (x * 5).sum().backward()
         assert x.grad is not None and x.grad.tolist() == [5] * 3
         assert get_gradients(context_id)[x].tolist() == [2] * 3
@@ -279,7 +279,7 @@ def test_others_are_cancelled() -> None:
 
 
 def test_the_time_limit() -> None:
-    """What is not finished in time is named, and ended everywhere."""
+    """An unfinished backward is named after its time, and ended everywhere."""
     x = ones()
     with context() as context_id:
         y = rpc_sync("worker2", torch.mul, (rpc_sync("worker1", gated, (x, "late")), 2.0))

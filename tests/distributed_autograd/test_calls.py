@@ -1,4 +1,4 @@
-"""What calls take, return and raise."""
+"""The arguments, results and errors of calls."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def tenth(x: Tensor) -> Tensor:
 
 
 def test_a_long_chain() -> None:
-    """What a call tells of the graph does not grow with the calls before it."""
+    """The graph's description in a call does not grow with the calls before it."""
     w = ones(2)
     with context() as context_id:
         state: Tensor = w
@@ -255,7 +255,7 @@ def test_calls_of_torch_that_would_cut_the_graph_are_refused(name: str) -> None:
         with pytest.raises(RuntimeError, match=r"requires grad as an argument, in.*Use rpc_sync"):
             call(ones())
         if "operator" not in name:
-            # What the other worker trains comes back.
+            # The other worker's trained tensor comes back.
             with pytest.raises(RuntimeError, match="that requires grad as a result, in"):
                 call(plain)
         with torch.no_grad():

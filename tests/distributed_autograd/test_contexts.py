@@ -241,7 +241,7 @@ def living(collect: bool) -> int:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_graphs_and_gradients_are_freed(fails: bool) -> None:
-    """When the context ends; where nothing failed, without a collection of garbage."""
+    """The end of the context frees them; without a failure, it needs no collection of garbage."""
     x = ones()
     with context() as context_id:
         y = witnessed(x)

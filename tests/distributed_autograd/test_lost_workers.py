@@ -129,7 +129,7 @@ def stopped() -> None:
     with context() as context_id:
         loss = relayed(x, ["worker1", "worker3"], torch.sin).sum()
         os.kill(pid, signal.SIGSTOP)
-        # Who notices first: the caller, or the worker whose gradients are not accepted.
+        # Either may notice first: the caller, or the worker whose gradients are not accepted.
         with pytest.raises((TimeoutError, WorkerError), match="'worker3'"):
             backward(context_id, [loss], timeout=1.0)
     os.kill(pid, signal.SIGKILL)

@@ -108,7 +108,7 @@ def test_it_trains_as_in_one_process(kind: Any, options: Any, group: Any, make: 
 
 
 def test_it_leaves_alone_what_has_no_gradient() -> None:
-    """Which would else change by momentum."""
+    """It would else change by momentum."""
     references = parameters()
     optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.1, momentum=0.9)
     train(optimizer, references, range(1))

@@ -31,7 +31,7 @@ from tests.distributed_autograd.rpc_workers import (
 PROGRAMS = 200
 #: The leaves of each worker, with their shapes.
 LEAVES = {"bias": (3,), "gain": (3,), "matrix": (3, 3), "table": (6, 3)}
-#: What calls have stored in this process, and how often which function's backward ran here.
+#: The results of calls in this process, and the number of runs of each function's backward here.
 _slots: dict[int, Tensor] = {}
 _runs = Counter[int]()
 _counting = threading.Lock()
@@ -140,19 +140,19 @@ Message = tuple[list[Tensor], dict[int, int]]
 class Body:
     """A function that runs on a worker, and what it has by now."""
 
-    #: What it does.
+    #: The seed of its actions.
     seed: int
     #: None in one process, with ordinary autograd.
     context_id: int | None
-    #: Where it runs, and how many workers there are.
+    #: The worker on which it runs, and the number of workers.
     worker: int
     size: int
     #: Its arguments, at first.
     values: list[Tensor]
-    #: What it may load, with the workers: only what was stored before in any order of the calls
-    #: that run at the same time.
+    #: The results that it may load, with their workers: only those that were stored before in any
+    #: order of the calls that run at the same time.
     slots: dict[int, int]
-    #: How many calls it may make, those that its calls make included.
+    #: The number of calls that it may make, with those that its calls make.
     calls: int
     running: list[Callable[[], Message]] = field(default_factory=list)
 
@@ -184,7 +184,7 @@ class Body:
         return [self.draw.choice(self.values) for _ in range(count)]
 
     def begin_and_end(self) -> None:
-        """What worker 0 does: in any case a call; only the last pass may free the graph."""
+        """Run the part of worker 0: in any case a call; only the last pass may free the graph."""
         self._leaf()
         self._call()
         self.steps(16)
@@ -285,7 +285,7 @@ def reset() -> None:
 
 
 def outcome(context_id: int | None) -> tuple[dict[str, Tensor], Counter[int]]:
-    """Of this process: the gradients of its leaves, and how often which function ran."""
+    """Return the gradients of this process's leaves, and the number of runs of each function."""
     try:
         gradients = own_gradients(context_id)
     except ValueError as error:

@@ -28,7 +28,7 @@ Grads = list[Tensor | None]
 class Net(nn.Module):
     """Two layers and a scale that are used, and one layer that is used if a test says so."""
 
-    #: What the next forward leaves in the graph: its backward calls it.
+    #: The next forward leaves this in the graph: its backward calls it.
     call: Callable[[], None] | None = None
     #: A tensor from outside.
     factor: Tensor | float = 1.0
@@ -72,7 +72,7 @@ _table = fresh_table()
 
 
 def look_up(indices: Tensor, sparse: bool = False) -> Tensor:
-    """What the worker with the table does for a trainer."""
+    """Look up indices in the worker's table for a trainer."""
     return nn.functional.embedding(indices, _table, sparse=sparse)
 
 
@@ -112,7 +112,7 @@ def learn(
     ranks: Sequence[int] = range(TRAINERS),
     unused_in: Sequence[int] = (),
 ) -> Grads:
-    """What a module's gradients become in one process with the batches of these trainers."""
+    """Return a module's gradients in one process with the batches of these trainers."""
     for rank in ranks:
         (net(vectors(step, rank), rank not in unused_in).pow(2).mean() * scale).backward()
     return grads(net)
@@ -164,7 +164,7 @@ def one_step_in_each_context(rank: int, replicas: int) -> None:
         model.close()
 
 
-#: Whether a step is reduced over processes; and in which context, or None for an ordinary backward.
+#: True if a step is reduced over processes; and its context, or None for an ordinary backward.
 STEPS: list[tuple[bool, int | None]] = [
     (True, None),
     (True, 0),
@@ -316,7 +316,7 @@ PLACES = (["cpu"], ["cpu"] * 3, ["virtual:0"], ["virtual:1", "virtual:0"])
 @pytest.mark.parametrize("view", [False, True, None])
 @pytest.mark.parametrize("devices", PLACES, ids="-".join)
 def test_gradients_of_parameters_and_inputs(devices: list[str], view: bool | None) -> None:
-    """Of ``DistributedDataParallel``, and of ``DataParallel`` where there is no ``view``."""
+    """The wrapper is ``DistributedDataParallel``, or ``DataParallel`` if there is no ``view``."""
     net, bare = Net().to(devices[0]), Net()
     if view is None:
         model: Any = dp.DataParallel(net, devices)
@@ -324,7 +324,7 @@ def test_gradients_of_parameters_and_inputs(devices: list[str], view: bool | Non
         model = dp.DistributedDataParallel(net, devices, gradient_as_bucket_view=view)
 
     def loss_of(module: Any, scale: Tensor, x: Tensor) -> Tensor:
-        """Of two forwards, and of a parameter outside of them."""
+        """Use two forwards, and a parameter outside of them."""
         loss: Tensor = module(x).pow(2).sum() + module(x, use_rare=False).sin().sum()
         return loss + scale.sin()
 
@@ -401,7 +401,7 @@ def test_calls_in_forward_are_refused(replicas: int, nonfinite: str) -> None:
         backward(context_id, [model(words(0)).pow(2).mean()])
         expect(in_context(context_id, module), grads(bare), "the module")
     with context() as context_id:
-        # What needs no gradient of another worker is right.
+        # A part that needs no gradient of another worker is right.
         backward(context_id, [model(words(0), calls="detached").pow(2).mean()])
         expect(in_context(context_id, module), grads(bare), "the module")
         assert not rpc_sync(SERVER, get_gradients, (context_id,))

@@ -1,4 +1,4 @@
-"""What tests of faults share: how often they repeat, and their figures.
+"""The shared parts of tests of faults: the number of repeats, and figures.
 
 A quick run shows that nothing is broken; the figures come from a long one, of one test at a time::
 
@@ -18,7 +18,7 @@ import torch
 #: Seconds that a quick test may take, and a long one, which repeats hundreds of times.
 _QUICK_LIMIT, _LONG_LIMIT = 60, 1800
 
-#: How much longer things may take in a quick run, beside which others run.
+#: Things may take so much longer in a quick run, beside which others run.
 _SOFT_FACTOR = 5.0
 
 _FOLDER = pathlib.Path(__file__).parents[2] / "out" / "faults"
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Figures:
-    """What a test measured; see the fixture ``figures``."""
+    """The measurements of a test; see the fixture ``figures``."""
 
     def __init__(self, test: str, long: bool) -> None:
         self._test = test
@@ -86,7 +86,7 @@ class Figures:
 
 @pytest.fixture
 def repeats(request: pytest.FixtureRequest) -> Callable[..., int]:
-    """How often to repeat: ``repeats(quick=3, long=200)`` is one of the two."""
+    """Return a function that chooses: ``repeats(quick=3, long=200)`` is one of the two."""
 
     def choose(*, quick: int, long: int) -> int:
         return long if request.config.getoption("--faults") == "long" else quick

@@ -1,4 +1,4 @@
-"""What a test may not leave behind: child processes, threads, open files and sockets."""
+"""The leaks of a test: child processes, threads, open files and sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replica_threads() -> set[threading.Thread]:
 
 
 def _held() -> Counter[str]:
-    """What this process holds: how many of each kind."""
+    """Count the things of each kind that this process holds."""
     # Late: tests of other things import this file where psutil is not installed.
     import psutil
 
@@ -41,7 +41,7 @@ def _held() -> Counter[str]:
     torch.ones(1 << 18).exp_()
     found = Counter(f"thread {each.name!r} ({each.ident})" for each in threading.enumerate())
     servers = {getattr(owner, name, None) for owner, name in _SERVERS}
-    # What has ended meanwhile is not held.
+    # A process that has ended meanwhile is not held.
     gone = contextlib.suppress(OSError, psutil.NoSuchProcess)
     for child in psutil.Process().children():
         with gone:

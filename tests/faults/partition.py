@@ -72,7 +72,7 @@ def run(function: Callable[..., Any], *args: object, timeout: float = 60.0) -> l
 
 
 def address(rank: int) -> str:
-    """Where the other reaches a rank."""
+    """Return the address at which the other reaches a rank."""
     return f"10.99.0.{rank + 1}"
 
 

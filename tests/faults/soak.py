@@ -30,10 +30,10 @@ from tests.faults.training import Fault, Settings, journal, started, torchrun
 
 PROCESSES = 2
 
-#: How many faults there are in an hour, and how many seconds a step takes at least.
+#: The number of faults in an hour, and the least seconds of a step.
 FAULTS, PACE = 150, 0.1
 
-#: What a run has to reach.
+#: The goals of a run.
 GOODPUT, LOST_STEPS = 0.80, 1
 
 #: Share of the time that is planned for steps; the rest is for what faults cost.
@@ -59,7 +59,7 @@ def make_plan(steps: int, count: int) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What has happened so far.
+    """The events so far.
 
     Attributes:
         seconds: From the first start to the last line.
@@ -89,7 +89,7 @@ class Summary:
 
 
 def summary(folder: str | pathlib.Path) -> Summary:
-    """What the processes of a training have written until now."""
+    """Sum up what the processes of a training have written until now."""
     lines, happened = journal(folder), pathlib.Path(folder, "happened")
     done, last, gaps, lost = 0, None, [], []
     is_interrupted = False
@@ -115,7 +115,7 @@ def summary(folder: str | pathlib.Path) -> Summary:
 
 
 def compare(found: Summary, quiet: Summary, plan: Sequence[Fault]) -> list[tuple[str, str, bool]]:
-    """What was measured, as rows of a table, what it has to be, and whether it is."""
+    """Return rows of a table: each measurement, its goal, and if it reached that."""
     lost = max(found.lost, default=0)
     happened = sorted(found.faults) == sorted(map(str, plan))
     # The share of the time that the steps would have taken without faults.
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = make_plan(steps, count)
     with contextlib.ExitStack() as stack:
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory())
-        # Where there is no folder in memory, another one does, and takes longer.
+        # Without a folder in memory another one does, and takes longer.
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", dir=shared))
         quiet, faulty = (os.path.join(folder, name) for name in ("quiet", "faults"))

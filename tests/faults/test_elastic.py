@@ -54,7 +54,7 @@ def wait_for(agents: list[tuple[Popen[bytes], pathlib.Path]], timeout: float) ->
 
 
 def options_of(rendezvous: str, restarts: int, processes: int = 2) -> list[str]:
-    """What one agent is told; several get the same."""
+    """Return the options of one agent; several get the same."""
     options = ["--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
     if rendezvous == "standalone":
         return ["--standalone", *options]
@@ -75,7 +75,7 @@ def with_kills(folder: pathlib.Path, number: int) -> Settings:
 
 
 def as_undisturbed(cluster: Cluster, settings: Settings) -> Summary:
-    """What happened; the weights are those of a run without faults."""
+    """Return the events; the weights are those of a run without faults."""
     quiet = pathlib.Path(settings.folder, "undisturbed")
     quiet.mkdir()
     cluster.run(training.train, 2, replace(settings, folder=str(quiet), plan=[]), timeout=120)

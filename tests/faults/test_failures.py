@@ -69,7 +69,7 @@ def step(model: Any, value: float, group: dist.ProcessGroup | None = None) -> fl
 
 
 def train(rank: int, world_size: int, where: str, how: str) -> tuple[str, float]:
-    """What a rank catches that survives, and after how many seconds."""
+    """Return the error that a surviving rank catches, and the seconds until then."""
     model = dp.DistributedDataParallel(Fails(), ["cpu"], timeout=60.0)
     # Gloo ends what is left in a group of the user's only when the time of that group is over.
     short = new_group(timeout=datetime.timedelta(seconds=2 * LIMIT))
@@ -139,7 +139,7 @@ def test_a_silent_rank_is_named_when_the_time_is_over(cluster: Cluster) -> None:
 
 
 def count_requests(rank: int, world_size: int) -> int:
-    """How often a training asks the store once its first steps are over."""
+    """Count the requests of a training to the store once its first steps are over."""
     model = dp.DistributedDataParallel(nn.Linear(4, 3), ["cpu"])
     x = torch.ones(2, 4)
     for _ in range(4):
@@ -155,7 +155,7 @@ def test_a_steady_step_asks_no_store(cluster: Cluster) -> None:
 
 
 def fails_twice(rank: int, world_size: int) -> list[str]:
-    """What a rank catches when rank 1 has raised, and then another one ends."""
+    """Return the errors of a rank when rank 1 has raised, and then another one ends."""
     model = dp.DistributedDataParallel(Fails(), ["cpu"], timeout=60.0)
     step(model, 1.0)
     processes = torch.zeros(world_size, dtype=torch.int64)
@@ -244,7 +244,7 @@ def test_ranks_stay_in_step_when_one_fails_again(
 
 
 def swap_wrappers(rank: int, world_size: int) -> tuple[str, list[float]]:
-    """What is caught when rank 1 takes another wrapper first; then the gradients of both."""
+    """Return the error when rank 1 takes another wrapper first, and then the gradients of both."""
     models = [dp.DistributedDataParallel(Fails(), ["cpu"], timeout=5.0) for _ in range(2)]
     for model in models:
         step(model, 1.0)

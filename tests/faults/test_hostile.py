@@ -51,7 +51,7 @@ PAYLOADS: dict[str, bytes] = {
     "JSON": b'{"py/reduce": [{"py/function": "os.system"}, ["exit 0"]]}',
     "deep": b"[" * 100_000,
 }
-# What is no JSON at all.
+# Payloads that are no JSON at all.
 NO_JSON = [kind for kind in PAYLOADS if kind != "JSON"]
 
 _LOUD = ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec")

@@ -26,7 +26,7 @@ from tests.faults.leaks import replica_threads
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal"),
-    # Of an interrupt in a finalizer, from which nothing can be raised.
+    # The warning comes from an interrupt in a finalizer, which cannot raise.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -63,7 +63,7 @@ def seconds_until_no_replicas(besides: set[threading.Thread]) -> float:
     while replica_threads() - besides and time.monotonic() - begin < 30:
         time.sleep(0.002)
         if time.monotonic() - begin > 0.2:
-            # What was interrupted while it borrowed its threads may be in a cycle.
+            # A wrapper that was interrupted while it borrowed its threads may be in a cycle.
             gc.collect()
     return time.monotonic() - begin
 
@@ -149,7 +149,7 @@ def interrupt_a_backward(rank: int, world_size: int) -> tuple[str, bool, bool]:
         processes: Any = model._training.processes
         text = processes.control.broken
     equal = all(map(torch.equal, step(model, x), wanted))
-    # What is in flight is still written to.
+    # Messages in flight still write to it.
     is_new = not before & flats(model)
     del kept
     model.close()

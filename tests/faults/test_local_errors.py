@@ -48,7 +48,7 @@ ERRORS: list[Callable[[], BaseException]] = [
     lambda: Told(5, why="because"),
 ]
 
-# What fails next, in which replica and where, and when it has.
+# The next failure: its kind, its replica, its place, and True once it has happened.
 trap: dict[str, Any] = {}
 
 

@@ -37,7 +37,7 @@ def slowest(results: list[list[Found]]) -> float:
 
 # --- functional collectives ------------------------------------------------------------------
 
-#: What the message says of the rank that came with another one.
+#: The part of the message about the rank that came with another one.
 KINDS = {"op": "all_gather_tensor", "dtype": "int32", "shape": "(1000,)", "order": "another layer"}
 
 

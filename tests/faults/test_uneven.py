@@ -39,7 +39,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def random_case(seed: int, world_size: int) -> Case:
-    """Of 0 to 20 batches a process, in two epochs."""
+    """Draw a case with 0 to 20 batches a process, in two epochs."""
     draw = random.Random(seed)
     average = draw.choice(["processes", "processes", "samples"])
     # The mean over processes is one over samples only where batches are equal.

@@ -38,7 +38,7 @@ class InjectedError(RuntimeError):
     """The exception of the fault "raise"."""
 
 
-#: What the training goes on after, in the same process.
+#: The errors after which the training goes on, in the same process.
 SURVIVED = (CollectiveError, CollectiveTimeout, CheckpointError, InjectedError)
 
 
@@ -76,7 +76,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training does.
+    """The settings of a training.
 
     Attributes:
         folder: Where everything is that stays: the journal, the generations on the disk.
@@ -100,7 +100,7 @@ class Settings:
 
 
 def journal(folder: str | pathlib.Path) -> list[dict[str, Any]]:
-    """What the processes have written so far, also while they do."""
+    """Return the lines that the processes have written so far, also while they write."""
     path = pathlib.Path(folder, "journal")
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -139,7 +139,7 @@ class Training:
             except SURVIVED as error:
                 self._note("error", step=step, text=f"{type(error).__name__}: {error}"[:2000])
                 if step == failed:
-                    # What does not help in place is left to torchrun, as is an error in a load.
+                    # An error that returns is left to torchrun, as is an error in a load.
                     raise
                 failed = step
                 step = self._load("recovered")

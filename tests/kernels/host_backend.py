@@ -152,7 +152,7 @@ def _compile(text: str, name: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         source, made = Path(folder) / name, Path(folder) / path.name
         source.write_text(text, encoding="utf-8")
-        # Where the headers lie changes nothing: what another checkout has compiled is as good.
+        # The place of the headers changes nothing: the result of another checkout is as good.
         command = ["g++", *_FLAGS, f"-I{_HEADERS}", str(source), "-o", str(made)]
         subprocess.run(command, check=True)
         os.replace(made, path)

@@ -22,7 +22,7 @@ from dataparallel.kernels.memory import SUFFIXES
 from tests import forkserver
 from tests.kernels.host_backend import HostBackend, library_of
 
-# How a process ends that touches what it may not, that does what C++ does not define, or raises.
+# Exit statuses of a process that touches forbidden memory, does undefined things, or raises.
 OUT_OF_BOUNDS, UNDEFINED, FAILED = -11, -4, 1
 
 SIZES = [0, 1, 3, 7, 8, 9, 17, 255, 257, 2051, 8191, 8205]
@@ -64,7 +64,7 @@ def _protect(address: int, length: int, protection: int) -> None:
 
 
 def exit_status(function: Callable[..., object], *args: Any) -> int | None:
-    """How a process of its own ends that runs a function, with kernels for CPU tensors."""
+    """Run a function in its own process, with kernels for CPU tensors; return the exit status."""
     process = forkserver.context().Process(target=_child, args=(function, args))
     process.start()
     process.join(200)
@@ -168,7 +168,7 @@ class _Parameters(ctypes.Structure):
 
 
 def _run(body: str, schedule: int = 0) -> list[int]:
-    """What a kernel writes whose thread is t: ``to`` fills a page, and ``from`` is read-only."""
+    """Return the page that a kernel fills: it is ``to``, ``from`` is read-only, t the thread."""
     start = "[[maybe_unused]] const int t = threadIdx.x; [[maybe_unused]] int* to = p.to;"
     text = _DECLARATIONS + f"KERNEL(test, Test) {{ {start} {body} }}"
     to = guarded(torch.zeros(mmap.PAGESIZE // 4, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""How kernels reach CUDA devices, with a CuPy and devices that exist in the test only."""
+"""Launches of kernels on CUDA devices, with a CuPy and devices that exist in the test only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Machine:
                 nvrtc=self.nvrtc,
             ),
         )
-        #: What stands in for the attributes of torch.cuda.
+        #: The stand-ins for the attributes of torch.cuda.
         self.torch_cuda = {
             "current_device": lambda: self.state()[0],
             "device": lambda device: self._set(device=device.index, torch=device.index),
@@ -77,7 +77,7 @@ class Machine:
         }
 
     def state(self) -> tuple[int, int]:
-        """Of this thread: the current device, and CuPy's current stream."""
+        """Return this thread's current device, and CuPy's current stream."""
         return getattr(self._here, "device", 0), getattr(self._here, "stream", -1)
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ class Machine:
 
 
 class Parameters(ctypes.Structure):
-    """Of a kernel."""
+    """The parameters of a kernel."""
 
     _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_longlong))
 

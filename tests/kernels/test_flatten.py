@@ -88,7 +88,7 @@ def views_of(bucket: torch.Tensor, shapes: Sequence[torch.Size], gap: int) -> li
 
 
 def converted(source: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """What the values become: scaled in the wider type, and rounded once."""
+    """Return the expected values: scaled in the wider type, and rounded once."""
     if scale == 1:
         return source.to(dtype)
     wide = torch.float64 if torch.float64 in (source.dtype, dtype) else torch.float32

@@ -22,7 +22,7 @@ from tests.kernels.host_backend import library
 ROOT = Path(__file__).parents[2]
 FILES = sorted(compiler.FOLDER.iterdir())
 
-# What CUDA allows the parameters of a kernel, on all devices.
+# CUDA's limit for the parameters of a kernel, on all devices.
 MOST_BYTES = 4096
 
 _MARK = re.compile(r"@kernel (\w+) [^@]+@")
@@ -55,7 +55,7 @@ def test_a_source_is_one_text_with_kernels_of_its_own(name: str) -> None:
     assert len(definitions) == len({*definitions})
     assert kernels_of(name)
     for kernel in kernels_of(name):
-        # Of the host's compiler, which lays out structs as NVIDIA's does.
+        # The host's compiler lays out structs as NVIDIA's does.
         assert 0 < getattr(library(name), f"{kernel}_bytes")() <= MOST_BYTES, kernel
     others = {
         each for other in compiler.source_names() if other != name for each in kernels_of(other)
@@ -88,7 +88,7 @@ _PROPERTIES = re.compile(
 
 
 def said_by_nvcc(text: str) -> str:
-    """What nvcc says of a source, with the options of a real run; kept, since it takes seconds."""
+    """Return nvcc's output for a source, with the options of a real run; kept for later runs."""
     options = (*compiler.COMPILER_OPTIONS, "-Werror=all-warnings", "-Xptxas=-v", "-arch=sm_90")
     digest = hashlib.sha256("\0".join((text, *options)).encode()).hexdigest()[:16]
     kept = cache_directory() / f"nvcc-{digest}.txt"

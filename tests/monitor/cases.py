@@ -149,7 +149,7 @@ class FakeRun:
 
 
 def a_state(num_steps: int = 1, pid: int | None = None) -> RunState:
-    """What a run tells after so many steps."""
+    """Return the state of a run after so many steps."""
     run = FakeRun(pid=os.getpid() if pid is None else pid)
     run.steps(num_steps, [BUSY, SLOW])
     return run.state()

@@ -14,11 +14,11 @@ from dataparallel.monitor.readings.nvml import NvmlSource
 
 UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, TOO_SMALL, TIMEOUT = 1, 3, 6, 7, 10
 ALL_LINKS = 0xFFFFFFFF
-#: What a driver lacks that is older than CUDA 12.2, and what CUDA 14 takes away.
+#: The functions that a driver older than CUDA 12.2 lacks, and those that CUDA 14 takes away.
 OLD = {"nvmlDeviceGetCurrentClocksEventReasons", "nvmlGpmQueryDeviceSupport"}
 NEW = {"nvmlDeviceGetTemperature", "nvmlDeviceGetCurrentClocksThrottleReasons"}
 
-#: What an H100 answers, by function and by what that is given beside the device.
+#: The answers of an H100, by function and by its arguments beside the device.
 EVERYTHING: dict[str, Any] = {
     "UtilizationRates": {"gpu": 40, "memory": 25},
     "MemoryInfo_v2": {"total": 80 * 10**9, "used": 20 * 10**9, "free": 59_500_000_000},
@@ -73,7 +73,7 @@ class Device:
 
 
 class Stub:
-    """What ``CDLL`` gives."""
+    """The result of ``CDLL``."""
 
     def __init__(self) -> None:
         self.devices = [Device(0, EVERYTHING)]
@@ -107,7 +107,7 @@ class Stub:
         key = name.removeprefix("nvmlDeviceGet")
         if "Processes" in key:
             return self._list(device, key, *args[1:])
-        # What is asked for, and where the answer goes.
+        # The key has the questions, and the last argument takes the answer.
         key += "".join(f" {one.value}" for one in args[1:] if not hasattr(one, "_obj"))
         if key not in device.answers:
             return NOT_SUPPORTED

@@ -169,7 +169,7 @@ def test_a_watcher_that_does_not_read_delays_others_for_little(
     monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (1 << 20) + answer)
     with connected(run_folder) as slow:
         assert ask(ME, timeout=10).states == (a_state(),)
-        # What it finds at last is cut off.
+        # The late answer is cut off.
         with slow.makefile("rb") as file:
             assert len(file.read()) < 1 << 20
 
@@ -258,7 +258,7 @@ def test_the_folder_is_made_for_this_user_alone(
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(list(folder.iterdir())) == 1
     publisher.close()
-    # Where the environment puts temporary files does not matter: the watcher has another one.
+    # The environment's folder of temporary files does not matter: the watcher has another one.
     monkeypatch.delenv(attach.VARIABLE)
     monkeypatch.setenv("TMPDIR", str(run_folder))
     assert attach._folder() == Path(f"/tmp/dataparallel-{os.geteuid()}")

@@ -19,7 +19,7 @@ from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.summary import Summary
 from tests.cluster import Cluster
 
-#: What only one of these runs may be told.
+#: Findings that only one of these runs may have.
 ILLNESSES = {
     *("oversubscribed", "wait policy", "input", "host-bound", "slow replica", "small buckets"),
     "memory pressure",
@@ -73,7 +73,7 @@ def train(
 
 
 def told(summary: Summary) -> dict[str, Finding]:
-    """What costs much: on a busy machine a little of anything may be found."""
+    """Return the costly findings: on a busy machine a little of anything may be found."""
     much = [one for one in summary.findings if one.severity == "warning"]
     return {one.kind: one for one in much if one.kind in ILLNESSES}
 
@@ -204,7 +204,7 @@ def infer(model: nn.Module) -> dict[str, Finding]:
 def on_strict_devices(rank: int, world_size: int) -> list[dict[str, Finding]]:
     with dataparallel.virtual.strict_mode():
         found = [infer(Waiting(True)), infer(Waiting(False))]
-    # Where the host computes, the device is never behind.
+    # If the host computes, the device is never behind.
     return [*found, infer(Waiting(True))]
 
 

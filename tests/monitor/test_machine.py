@@ -52,7 +52,7 @@ def test_devices_and_processes_come_from_one_reading(
     calls = two.calls
     assert [one.device for one in first] == ["cuda:0", "cuda:1", "cpu"]
     assert [one.index for one in first] == ["0", "1", None]
-    # What needs two readings is there at once.
+    # Values that need two readings are there at once.
     assert [one.value("sm_active") for one in first] == [0.5, 0.5, None]
     assert first[2].value("utilization") is not None
     on_first, mine, on_cpu = [None, *monitor.processes()]
@@ -80,7 +80,7 @@ def test_after_a_long_time_rates_are_those_of_now(always: Stub, monkeypatch: Any
     ("variable", "initialized", "names"),
     [
         ("1", False, ["nvml:0", "cuda:0", "cpu"]),
-        # What torch itself tells, where CUDA counts in another order, is right.
+        # Torch itself is right if CUDA counts in another order.
         (None, True, ["cuda:1", "cuda:0", "cpu"]),
     ],
 )

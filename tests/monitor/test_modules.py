@@ -94,14 +94,14 @@ def itself(module: nn.Module) -> nn.Module:
     return module
 
 
-#: What is watched, from the module and its optimizer; what is called, from the module; samples.
+#: The watched object, from the module and its optimizer; the call, from the module; samples.
 WATCHED: dict[str, tuple[Any, Any, int]] = {
     "a module": (lambda model, _: model, itself, 5),
     "an optimizer": (lambda _, optimizer: optimizer, itself, 5),
     "parts of a module": (lambda model, _: model, lambda model: model.by_parts, 5),
     "parts of a module, by the optimizer": (lambda _, opt: opt, lambda model: model.by_parts, 5),
     "a checkpoint of all": (lambda model, _: model, wholly_checkpointed, 5),
-    # What is loaded belongs to the forward then.
+    # The load of a compiled module then belongs to the forward.
     "the original of a compiled one": (lambda model, _: model, compiled, 1),
     "parameters": (
         lambda _, optimizer: optimizer,
@@ -240,7 +240,7 @@ def test_forwards_that_fail_and_evaluation_and_many_forwards() -> None:
     assert monitor.steps[0].kind == "train" and monitor.steps[1].samples == 6 + 5
     assert [one.phase for one in monitor.steps[1].replicas[0].segments].count("forward") == 1
     kinds = [(step.kind, step.calls) for step in monitor.steps[2:]]
-    # How many forwards a step has is known after the first such step.
+    # The number of forwards in a step is known after the first such step.
     assert kinds == [
         *[("inference", 1)] * 2,
         *[("inference", 8)] * 2,
@@ -317,7 +317,7 @@ def test_the_module_is_left_as_it_was_and_may_be_copied_meanwhile(compile_it: An
         torch.save(model, io.BytesIO())
         copies += [copy.deepcopy(model)]
         assert model.state_dict().keys() == state
-        # What is done with copies is nothing of the model's.
+        # Uses of copies are nothing of the model's.
         for one in copies:
             one(X)
     assert told(monitor) == [("train", 5, 1)]

@@ -224,7 +224,7 @@ def test_performance_metrics_come_from_two_samples(
     assert (device.value("sm_occupancy"), device.value("dram_active")) == (0.125, 0.8)
     assert (device.value("tensor_active"), device.value("pcie_sent")) == (None, 3 * 2**20)
     assert (device.value("nvlink_sent"), device.value("nvlink_received")) == (2**21, 2**20)
-    # What GPM does not tell comes from the counters.
+    # Values that GPM does not tell come from the counters.
     assert device.value("pcie_received") == 0.0
     assert len(stub.samples) == 2
 
@@ -470,7 +470,7 @@ def test_instances_are_devices_with_a_parent(
     memory = {"memory_total": 10 * GIB, "memory_used": 4 * GIB, "memory_free": 6 * GIB}
     assert first.values == memory and second.value("memory_used") == 0
     assert (parent.value("utilization"), parent.value("power")) == (None, 300.5)
-    # Of the parent they are the same ones once more.
+    # The parent's are the same ones once more.
     shown = [(one.device, one.pid, one.utilization) for one in reading.processes]
     assert shown == [("cuda:0", 21, None)]
     notes = " ".join(reading.notes)

@@ -43,7 +43,7 @@ def linear(color: str) -> Matrix:
 
 
 def lab(color: str, vision: Matrix) -> Matrix:
-    """Where a color lies in CIE L*a*b* as somebody sees it."""
+    """Return a color's place in CIE L*a*b* as somebody sees it."""
     t = _TO_XYZ @ np.clip(vision @ linear(color), 0, 1) / _WHITE
     x, y, z = np.where(t > (6 / 29) ** 3, np.cbrt(t), t * (29 / 6) ** 2 / 3 + 4 / 29)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])

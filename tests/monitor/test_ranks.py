@@ -112,7 +112,7 @@ def test_names_tell_runs_from_each_other() -> None:
         ([[waits(1.2, optimizer=0.2)], [{"forward": 0.8, "backward": 1.2}]], (1, "backward", 0.4)),
         # The phases do not account for it: by chance they are late now here, now there.
         ([[waits(0.5)], [{**BUSY, "idle": 0.5}]], None),
-        # Where nobody tells its waiting, that is within the backward.
+        # If nobody tells its waiting, that is within the backward.
         (
             [[{"forward": 0.4, "backward": 1.6}], [{"forward": 1.4, "backward": 0.6}]],
             (1, "forward", 0.5),
@@ -159,7 +159,7 @@ def test_a_job_is_shown_as_one_and_what_its_ranks_share_is_told_once() -> None:
         f"Rank 1 of {job} is slow in 'input': its own work takes 3 s"
     )
     assert kinds["input"].startswith("All ranks: 17 % of each step")
-    # What the others wait for is not sent too slowly.
+    # A message that the others wait for is not sent too slowly.
     assert "communication hook" not in kinds
     lines = [line.plain for line in replica_lines(history.runs, None, 120, full=True)]
     assert [line.split()[:2] for line in lines if line[1:2] == "."] == [
@@ -218,7 +218,7 @@ def test_which_runs_are_shown_when_they_are_gone(
 
 
 def recorded(*places: int) -> Recording:
-    """What one machine has recorded of some ranks, of which the last of all is slow."""
+    """Return one machine's recording of some ranks, of which the last of all is slow."""
     found = []
     runs = [rank(i, waits(1.0) if i < 3 else {**BUSY, "forward": 1.4}, steps=1) for i in places]
     for i in range(5):
@@ -276,7 +276,7 @@ def test_the_commands_take_a_recording_of_each_machine(
 
 
 def test_series_of_ranks_modules_and_jobs_are_told_apart() -> None:
-    """Where there have been two jobs, series keep the label of the job."""
+    """After two jobs, series keep the label of the job."""
     pair = [rank(0, BUSY).state(), rank(1, BUSY).state()]
     twice = [*pair, rank(1, BUSY, number=1).state()]
     several = [*pair, FakeRun(pid=7, job="b").state()]

@@ -1,4 +1,4 @@
-"""What is recorded is read and played back, whatever happens to process, disk and files."""
+"""A recording is read and played back, whatever happens to process, disk and files."""
 
 from __future__ import annotations
 

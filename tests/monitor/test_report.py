@@ -134,7 +134,7 @@ def test_what_is_told_of_a_run() -> None:
     before.steps(100, [{"forward": 9.0}] * 2)
     samples = watched(before, 5)
     run = only(samples)
-    # What came before the recording is left out: 8 steps of 16 samples.
+    # Steps before the recording are left out: 8 steps of 16 samples.
     assert (run.summary.num_steps, run.since_start) == (8, False)
     assert run.summary.step_seconds == pytest.approx(2.0)
     assert run.summary.samples_per_second == pytest.approx(8.0)
@@ -317,7 +317,7 @@ def titles(figure: Figure) -> list[str]:
 
 
 def names(figure: Figure) -> list[str]:
-    """What stands left of the strips."""
+    """Return the names left of the strips."""
     return [one.texts[0].get_text() for one in figure.axes if one.texts]
 
 
@@ -344,7 +344,7 @@ def test_a_picture_has_a_strip_for_all_that_is_known() -> None:
     told = [text.get_text() for text in legend.get_texts()]
     assert told == ["input", "forward", "backward", "idle"]
     assert step.get_xlim() == (0.0, 4.0)
-    # Of the imbalance of every second: replica 3 takes twice as long.
+    # The imbalance of every second: replica 3 takes twice as long.
     assert max(np.asarray(imbalance.get_lines()[0].get_ydata())) == pytest.approx(8 / 5, abs=0.01)
 
 

@@ -475,7 +475,7 @@ def test_the_virtual_devices_of_a_run() -> None:
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_runs_are_over_when_their_processes_are_gone(launched: bool) -> None:
-    """What torchrun has started, it may start again: then runs are over with it."""
+    """A process of torchrun may start again: its runs are over when torchrun is gone."""
     child_program = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
     program = (
         "import subprocess, sys;"
@@ -516,7 +516,7 @@ def test_what_does_not_change_is_told_while_runs_are_there() -> None:
         [("cuda:1",)],
         [("cpu",), ("cuda:0",)],
     ]
-    # What cannot be asked has not ended, but its last state is not the latest.
+    # A run that cannot be asked has not ended, but its last state is not the latest.
     with pytest.raises(IndexError, match="pop from empty list"):
         watch()
     assert watch.latest == ()

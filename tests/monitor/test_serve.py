@@ -177,7 +177,7 @@ SCORES = ((0, 0.516), (1, 1.0))
 
 
 def exposed(*samples: Sample) -> str:
-    """What is told after the last of some samples; it is also asked for at the others."""
+    """Return the metrics after the last of some samples; they are also asked for at the others."""
     store = SampleStore()
     registry = registry_of(store)
     text = generate_latest(registry)
@@ -187,7 +187,7 @@ def exposed(*samples: Sample) -> str:
     return text.decode()
 
 
-#: What is told after a sample; of a device, process and replica each one.
+#: The metrics after a sample: one each of a device, process and replica.
 TOLD = """
 device_up{device="cuda:2",name="NVIDIA H100",uuid="GPU-2"} 0.0
 device_utilization_ratio{device="cuda:0",GPU,uuid="GPU-0"} 0.82
@@ -425,7 +425,7 @@ def test_connections_have_an_end_and_a_greatest_number() -> None:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> FakeSampler:
-    """What breaks after some samples takes the place of what is asked for."""
+    """Replace the sampler by one that breaks after some samples."""
 
     def fail() -> None:
         raise OSError("the device is gone")

@@ -324,7 +324,7 @@ def test_only_what_comes_before_a_backward_is_a_loss(run: Run) -> None:
 
 
 def test_the_loss_of_all_ends_where_the_first_backward_begins(run: Run) -> None:
-    """Whose it ever is: the replicas' backwards may take turns."""
+    """The first backward may be anybody's: the replicas' backwards may take turns."""
     run.forward(0, 2, 1, 1)
     run.span("backward", 4, 6, 1)
     run.span("backward", 6, 9, 0)
@@ -815,7 +815,7 @@ def test_a_replica_behind_the_host_keeps_its_own_times(tmp_path: Path) -> None:
     first = (10**9 + 1) * 1_000_000
     for chosen, expected in (
         (steps, [0, 1_500_000, 3_000_000]),
-        # Where steps are missing there is nothing to go by but the host.
+        # If steps are missing there is nothing to go by but the host.
         (steps[::2], [0, 2_000_000]),
     ):
         events = events_in(write_timeline(chosen, make_info(1), tmp_path / "all.json", rank=0))

@@ -1,4 +1,4 @@
-"""What steps come to, which replica is slow, and what is advised; their times are made up."""
+"""The summary of steps, the slow replica, and advice; their times are made up."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_memory_that_is_hardly_enough(
         # A larger chunk is no slower device.
         ([BUSY, SLOW], [8, 16], None, [1.0, 0.5], [1.0, 1.0]),
         ([BUSY, BUSY, {}], [8, 8, 0], None, [1.0, 1.0, None], None),
-        # What the first one does for all is not its own speed; a loss in every replica is.
+        # The first replica's work for all is not its own speed; a loss in every replica is.
         ([{**BUSY, "optimizer": 1.0}, BUSY], [], None, [1.0, 1.0], None),
         ([{**BUSY, "loss": 1.0}, BUSY], [], None, [1.0, 1.0], None),
         ([{**BUSY, "scatter": 1.0}, BUSY], [], None, [1.0, 1.0], None),
@@ -311,7 +311,7 @@ def test_the_text_has_a_column_per_replica() -> None:
     assert "20 training steps of 2 s: 0.5 steps/s, 8 samples/s" in text
     assert [line for line in text if line in rows] == rows
     assert repr([summary]) == "[<Summary: 20 steps, 2 s each>]"
-    # What a notebook shows.
+    # A notebook shows this.
     named = [dataclasses.replace(one, device="<i>&") for one in summary.replicas]
     shown = dataclasses.replace(summary, replicas=tuple(named))._repr_html_()
     assert "<th>computing</th><td>1 s</td><td>2 s</td>" in shown
@@ -344,7 +344,7 @@ def test_metrics_are_flat_numbers() -> None:
     assert metrics["replica1/reduce_across_processes_share"] == pytest.approx(1 / 3.5)
     assert metrics["advice_gain"] > 0
     assert all(type(value) is float for value in metrics.values())
-    # What is unknown is left out.
+    # Unknown values are left out.
     alone = sum_up(make_steps(2, [BUSY]))
     assert alone.imbalance is None
     assert "imbalance" not in str(alone) and "imbalance" not in alone.as_metrics()

@@ -47,7 +47,7 @@ ENTER = "\x1b[?1049h"
 
 
 def warnings(*shown: Sample) -> list[str]:
-    """What is told of the last of some samples; it is asked for at each of them."""
+    """Return the alerts at the last of some samples; they are asked for at each of them."""
     history, told = History(), list[str]()
     for one in shown:
         history.add(one)
@@ -99,7 +99,7 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
         ),
         (seen(row_remapping_failed=1.0), ["a row of the memory of cuda:0 could not be replaced"]),
         ([SLOWED], ["cuda:0 is slowed down (power cap, HW slowdown): look at its cooling"]),
-        # What is broken comes first.
+        # A broken device comes first.
         (
             [machine(make_device(0, {"temperature": 90.0}), LOST)],
             ["cuda:1 cannot be read: GPU is lost", "cuda:0 is hot"],
@@ -175,7 +175,7 @@ def test_what_costs_much_is_told_as_the_report_tells_it(
 @pytest.mark.parametrize(
     ("looks", "rate", "seconds"),
     [
-        # What is older than the window is forgotten.
+        # States older than the window are forgotten.
         ([(0.0, 0, 1), (5.0, 500, 1), (16.0, 511, 1), (17.0, 512, 1)], 1.0, 12.0),
         # A run that stands still gets slower, and keeps its last step.
         ([(0.0, 9, 1), (1.0, 10, 1), (20.0, 10, 1), (40.0, 10, 1)], 1 / 40, 40.0),
@@ -251,7 +251,7 @@ SCREENS: dict[str, tuple[list[Sample], int, list[str], list[str]]] = {
     "my process": ([make_sample(processes=OTHERS)], 120, ["mine.py", "other"], []),
     # Parts of a device stand below it, though they come last.
     "parts": ([make_sample(devices=PARTED)], 120, ["cuda:3 ", "└ nvml:3:0", "cuda:4 "], []),
-    # What is not available is a dash and no zero.
+    # An unavailable value is a dash and no zero.
     "unknown": ([CARD], 80, ["  util ░░░░ - "], ["0 %", " W"]),
     # Names of others cannot steer the terminal.
     "evil": (

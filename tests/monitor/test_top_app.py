@@ -105,14 +105,14 @@ def sleeping(**options: Any) -> Iterator[subprocess.Popen[bytes]]:
 def check_layout(lines: list[str], size: tuple[int, int]) -> None:
     text = "\n".join(lines)
     assert len(lines) == size[1] and "driver 570" in lines[0] and "load 1.0 2.0 3.0" in lines[1]
-    # What is broken, and what to change first, in a line each; the rest is counted.
+    # The broken device and the first change have a line each; the rest is counted.
     assert lines[2].startswith("✖ cuda:2 cannot be read")
     assert lines[4].startswith("▲ steps up to 29 % shorter: Replica 0")
     assert lines[5] == "2 more to look at, 1 note: press n"
     for i in range(5):
         assert re.search(rf"^cuda:{i} ", text, re.MULTILINE)
     assert ("── devices" in text) == (size[1] >= 40)
-    # Where all cannot be told, replicas have a line each, and the table stays.
+    # If there is no room for all, replicas have a line each, and the table stays.
     assert all(f"\n{i}  cuda:{i} " in text for i in range(4))
     head = next(line for line in lines if HEAD in line)
     assert re.split(r" {2,}", head.strip()) == [*NAMES[:3], "memory▼", *NAMES[4:]]
@@ -165,7 +165,7 @@ OTHERS = make_sample(
 )
 
 ALL = ["13 c.py", "13 c.py", "12 blender", "11 b.py", "10 a.py"]
-#: What is pressed one after the other, and the rows that are seen then.
+#: The keys that are pressed one after the other, and the rows that are seen then.
 STEPS: list[tuple[str, str, list[str]]] = [
     ("at first by memory", "", ALL),
     ("the next column", ".", ["13 c.py", "10 a.py", "13 c.py", "11 b.py", "12 blender"]),
@@ -238,7 +238,7 @@ def test_parents_are_those_of_this_machine() -> None:
 
         async def script(screen: Screen) -> None:
             rows = await screen.table("t")
-            # Who has started it is no process on a device.
+            # The parent of it is no process on a device.
             assert rows[-1].split()[0] == str(child.pid) and rows[-1].endswith("└─ sleep")
             assert rows[-2].split()[0] == str(os.getpid()) and len(rows) > 2
 
@@ -380,7 +380,7 @@ def fail() -> None:
     raise OSError("the sampler broke")
 
 
-#: How it ends, its exit status, and what it says.
+#: The key or signal, the exit status, and the output.
 ENDS: dict[str, tuple[bytes | int | None, int, str]] = {
     "q": (b"q", 0, ""),
     "Ctrl-C": (b"\x03", 0, ""),

@@ -11,7 +11,7 @@ from tests.cluster import Cluster
 from tests.random_programs.comparison import check
 from tests.random_programs.program import Program
 
-#: How many programs run in the same processes before the next world's turn.
+#: The number of programs in the same processes before the next world's turn.
 AT_ONCE = 20
 
 EXAMPLES = """examples:

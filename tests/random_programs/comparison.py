@@ -16,7 +16,7 @@ from tests.cluster import Cluster
 from tests.random_programs.program import Program
 from tests.random_programs.runs import Averaged, Run, Seen, run
 
-#: What the wrapper may refuse although the bare module does it: parts of the messages.
+#: The wrapper may refuse these although the bare module does them: parts of the messages.
 REFUSALS = ("would not be reduced over the processes", "torch.utils.checkpoint is incompatible")
 
 #: Whole numbers up to here are added and multiplied without rounding, with room for what cancels.
@@ -141,7 +141,7 @@ def _is_small(seen: Seen) -> bool:
 
 
 def _apart(ranks: Sequence[Runs]) -> list[str]:
-    """Where ranks have different parameters and gradients, but those of the reference do not."""
+    """Return where ranks have different parameters and gradients, but the reference has not."""
     ours, right = zip(*ranks, strict=True)
     # Behind a step that raises in the reference of some rank, nobody knows what is right.
     known = min(len(each.seen) for each in right)

@@ -17,7 +17,7 @@ RATES: dict[str, Any] = {"lr": 0.5, "momentum": 0.5}
 _LINEAR = "self.{n} = nn.Linear({w}, {w})"
 _PAIR = (_LINEAR, "self.{n}b = nn.Linear({w}, {w})")
 
-#: How often a layer is chosen, its `__init__` and its `forward`.
+#: The weight of a layer's choice, its `__init__` and its `forward`.
 LAYERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "linear": (4, (_LINEAR,), ("h = self.{n}(h)",)),
     "bent": (3, (_LINEAR,), ("h = self.{n}(h).{act}()",)),
@@ -65,7 +65,7 @@ LAYERS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
         (_LINEAR, 'parametrize.register_parametrization(self.{n}, "weight", Halved())'),
         ("with parametrize.cached():\n    h = self.{n}(h) + self.{n}(h)",),
     ),
-    # What forward leaves in attributes.
+    # Forward leaves these in attributes.
     "kept": (1, (), ("self.{n} = h",)),
     "auxiliary": (1, (), ("self.{n} = h.pow(2).sum()",)),
 }
@@ -82,9 +82,9 @@ class Extra(NamedTuple):
 
     #: Its value; ``ROWS`` is the number of samples.
     value: str
-    #: What ``in_dims`` says of it; "" for nothing.
+    #: Its entry in ``in_dims``; "" for none.
     dims: Any
-    #: What forward does with it.
+    #: Its use in forward.
     use: str
 
 
@@ -114,7 +114,7 @@ EXTRAS = {
     "optional": Extra("None", "", "assert extra is None"),
 }
 
-#: What may stand before the first layer that has parameters.
+#: The lines that may stand before the first layer that has parameters.
 FIRST = ("h = h.add_(1)", "h = F.relu(h, inplace=True)", "h += 1", "h[:, :1] *= 2")
 
 _TRAIN = "<call>\nloss = <loss>\nloss.backward()\nrecord(out, x.grad)"
@@ -123,7 +123,7 @@ _LEAF = "<leaf>\nloss = <loss>\n"
 _GRADS = "grads = torch.autograd.grad(loss, inputs, create_graph=True)"
 _SECOND = f"{_GRADS}\n(loss + sum(g.pow(2).sum() for g in grads)).backward()\nrecord(x.grad)"
 
-#: How often a step is chosen, and its lines, with parts that the methods of `Program` make.
+#: The weight of a step's choice, and its lines, with parts that the methods of `Program` make.
 STEPS = [
     (6.0, _TRAIN),
     (2.0, "<zero>"),
@@ -156,7 +156,7 @@ DYNAMIC_STEPS = [
     (0.3, f"{_CLEAR}p = <used>\np.data = p.data * -1"),
     (0.3, f"{_CLEAR}m.load_state_dict(m.state_dict())"),
 ]
-#: Where some parameters may be left without a gradient.
+#: Steps that may leave some parameters without a gradient.
 PARTIAL_STEPS = [
     (0.4, f"{_LEAF}loss.backward(inputs=[x])\nrecord(x.grad)"),
     (0.4, f"{_LEAF}loss.backward(inputs=[<used>])\nrecord(x.grad)"),
@@ -167,7 +167,7 @@ LONE_STEPS = [
     (0.5, f"{_LEAF}inputs = [x]\n{_SECOND}"),
     (0.5, f"{_LEAF}inputs = [x, <used>]\n{_SECOND}"),
 ]
-#: Where the module returns one tensor.
+#: Steps for a module that returns one tensor.
 LOSS_STEPS = [(1.0, "x = <batch>\n(loss_of(<criterion>, x, x.flip(1)) * S).backward()")]
 
 NET = """\
@@ -214,7 +214,7 @@ class Program:
         self.seed, self.processes, self.virtual = seed, processes, virtual
         self.devices = [f"virtual:{i}" if virtual else "cpu" for i in range(replicas)]
         self.random = random.Random(seed)
-        # Whether its values are small whole numbers, so that every sum is exact.
+        # True if its values are small whole numbers, so that every sum is exact.
         self.exact = self.has(0.5)
         self.wrapper = "DistributedDataParallel"
         if self.has(0.5) and processes == 1:
@@ -236,16 +236,16 @@ class Program:
         self.extra = EXTRAS[self.one(list(EXTRAS))] if self.has(0.35) else None
         self.doomed = self.has(0.15)
         self.width = self.random.randint(3, 4 if self.exact else 8)
-        # What the module returns.
+        # The result of the module.
         self.returns = self.module()
         self.options = self.options_of_the_wrapper()
         # Lines that run once, before the wrapper is made and after it.
         self.before, self.setup = self.hooks()
-        # How many batches there are.
+        # The number of batches.
         self.number = 0
         # Lines each; after each step everything is compared.
         self.steps = self.make_steps()
-        # Whether the optimizer of our wrapper has its state on all devices.
+        # True if the optimizer of our wrapper has its state on all devices.
         self.sharded = self.has(0.2)
 
     def has(self, chance: float) -> bool:
@@ -261,7 +261,7 @@ class Program:
         self.kinds.add(kind)
         self.init += [line.format(**values) for line in init]
         if index == 0 and self.has(0.2):
-            # Of the batch, not of time.
+            # The dimension of the batch, not of time.
             self.forward.append(self.one(FIRST[: -1 if self.time_first else None]))
         if index == 0 and self.extra is not None:
             self.forward.append(self.extra.use)

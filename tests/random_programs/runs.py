@@ -22,13 +22,13 @@ from tests.random_programs.program import RATES, Program
 
 Wrap = Callable[[nn.Module], nn.Module]
 
-#: What is seen after a step: each value by its name.
+#: The values after a step, each by its name.
 Seen = dict[str, Any]
 
 
 @dataclass
 class Run:
-    """What a run has shown: after each step that did not raise, and what the next one raised."""
+    """The results of a run: after each step that did not raise, and the error of the next one."""
 
     seen: list[Seen] = field(default_factory=list)
     error: str | None = None
@@ -81,7 +81,7 @@ class Out:
 
 
 class Averaged(nn.Module):
-    """What a wrapper has to do, in the plainest way.
+    """The work of a wrapper, in the plainest way.
 
     After each backward through an output whose forward was not in `no_sync`, the gradients that any
     rank has changed since the last such backward become the means over the ranks; but nothing does
@@ -177,7 +177,7 @@ def run(program: Program, wrap: Wrap, rank: int, device: str = "cpu") -> Run:
     """Run a program with the wrapper that ``wrap`` makes of its module."""
     result = Run()
     with warnings.catch_warnings():
-        # Of torch's checkpoints without gradients.
+        # Torch warns of checkpoints without gradients.
         warnings.simplefilter("ignore")
         try:
             state = _State(program, rank, device)
@@ -200,7 +200,7 @@ class _State:
         self._device = device
         self._counts: Counter[int] = Counter()
         self._recorded: list[Any] = []
-        # Where the step that runs raises in this rank; "" for nowhere.
+        # The part of the current step that raises in this rank; "" for none.
         self._broken = ""
         self.names: dict[str, Any] = {
             "torch": torch,

@@ -10,7 +10,7 @@ from tests.cluster import Cluster
 from tests.random_programs.comparison import check
 from tests.random_programs.program import Program
 
-#: How many programs, by the number of processes: those of more processes take longer.
+#: The number of programs, by the number of processes: those of more processes take longer.
 COUNTS = {1: 28, 2: 11, 3: 7}
 
 

@@ -28,7 +28,7 @@ def moved(value: Any, device: str) -> Any:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """What a nested value or a module consists of, in order."""
+    """Return the parts of a nested value or a module, in order."""
     if isinstance(value, nn.Module):
         return [*value.parameters(), *value.buffers()]
     if isinstance(value, (list, tuple)):

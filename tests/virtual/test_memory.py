@@ -192,7 +192,7 @@ def test_memory_of_a_recorded_stream_is_active_until_that_has_passed(stream: tor
     x.record_stream(stream)
     del x
     assert grown() == [0, 1000, 1000] + [1000] * 3
-    # What is active cannot be handed out.
+    # An active block cannot be handed out.
     x = torch.ones(250, device="virtual:0")
     assert grown() == [1000, 2000, 2000, 1000, 2000, 2000]
     stream.synchronize()
@@ -228,7 +228,7 @@ def test_what_does_not_fit_raises_and_changes_nothing(strict: bool) -> None:
         assert x.sum().item() == 150
         del x
         for _ in range(5):
-            # What is free again can be used.
+            # A block that is free again can be used.
             assert torch.ones(240, device="virtual:1").sum().item() == 240
         # The others have no limit.
         assert torch.ones(1000, device="virtual:2").sum().item() == 1000

@@ -15,7 +15,7 @@ from dataparallel.virtual import device_module as virtual
 
 @pytest.fixture(autouse=True)
 def _races_are_allowed() -> Iterator[None]:
-    """What these tests read too early shows when something runs."""
+    """Allow races: reads that come too early show when something runs."""
     with check_races(False):
         yield
 

@@ -1,4 +1,4 @@
-"""Where tensors are made, how they move, copy and are saved, and what is refused."""
+"""The making of tensors, their moves, copies and saves, and refusals."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def written_before_backward(a: Tensor, b: Tensor) -> None:
 MIXED = "on the same device, but found at least two devices, virtual:0 and virtual:1!"
 WITH_CPU = "at least two devices, virtual:0 and cpu!"
 GENERATOR = "Expected a 'virtual:0' generator but found one for "
-#: What is refused of tensors on virtual:0 and virtual:1, and how.
+#: The refused calls of tensors on virtual:0 and virtual:1, and their errors.
 REFUSED: list[tuple[str, Callable[[Tensor, Tensor], object]]] = [
     (MIXED, lambda a, b: a + b),
     (MIXED, lambda a, b: a.add_(b)),
