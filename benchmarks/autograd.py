@@ -167,7 +167,7 @@ class Caller:
     def run(self, steps: int) -> dict[str, list[float]]:
         """By engine, part and chain, the seconds of each repetition; every gradient is looked at.
 
-        Of the processes that serve there are none.
+        The processes that serve have none.
         """
         seconds: dict[str, list[float]] = {}
         longest = max(calls for calls, _ in self.task.chains)

@@ -36,12 +36,12 @@ class Line:
     """Ours beside its peers in one case.
 
     Attributes:
-        section: Of the table.
-        name: Of the case within the section.
+        section: The heading of the table.
+        name: The name of the case within the section.
         seconds: By contestant, ``"ours"`` among them.
         ratios: Ours / each peer, round by round; without peers that took no time.
-        right: Whether all results were right.
-        note: What else is shown.
+        right: True if all results were right.
+        note: Other values to show.
     """
 
     section: str

@@ -2,11 +2,11 @@
 
 Note [Bytes that a kernel must move]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Counted is what a perfect kernel cannot avoid: each element of each input read once, each element
-of each result written once, with nothing for tables of addresses or for what stays in registers.
+The count has only what a perfect kernel cannot avoid. It reads each element of each input once and
+writes each element of each result once. Tables of addresses and values in registers do not count.
 The copy beside a call moves as many bytes, half read and half written: the same time is then the
-same rate. The bytes are those of the operation, not of the way in which someone does it: a torch
-expression that goes through memory three times has the same count, and a low rate.
+same rate. The bytes are those of the operation, not of a way to do it. A torch expression that goes
+through memory three times has the same count, and a low rate.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Note [Time of a kernel]
 ~~~~~~~~~~~~~~~~~~~~~~~
 On an accelerator a call only queues work. Before each call a large buffer is zeroed, which leaves
-nothing of the call's data in the caches, so often that the host has queued the whole call before it
-starts: the time between the events around it is then the device's alone, and the time that the host
-needed is that of launches, Python included. Whether the device was still busy is looked at.
-Triton's ``do_bench`` does the same without that, and knows no virtual devices.
+nothing of the call's data in the caches. It is zeroed so often that the host has queued the whole
+call before it starts. The time between the events around it is then the device's alone. The host's
+time is that of launches, Python included. Each call looks if the device was still busy. Triton's
+``do_bench`` does the same without that, and knows no virtual devices.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ class Turn:
     """The results of one turn of a contestant.
 
     Attributes:
-        seconds: Of a call, a median.
+        seconds: The median seconds of a call.
         launch: Seconds of the host per call; None where the host itself computes.
-        hidden: Whether the device was always still busy when a call was queued; None on the host.
+        hidden: True if the device was always still busy when a call was queued; None on the host.
     """
 
     seconds: float
@@ -230,14 +230,14 @@ class Row:
     """One call beside a copy that moves as many bytes, and beside torch's alternatives.
 
     Attributes:
-        case: What was called.
+        case: The name of the call.
         line: Ours beside the copy and the best alternative.
         moved: Bytes that it must move.
         best: The name of the fastest alternative.
         alternatives: Seconds of all.
         launch: Seconds of the host per call, of ours, the copy and the best; empty where the host
             itself computes.
-        hidden: Whether none of these three times contains launches; None where the host itself
+        hidden: True if none of these three times contains launches; None where the host itself
             computes.
     """
 

@@ -28,9 +28,9 @@ GRADIENT_SETS: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 #: Largest relative error of a gradient's element that counts as rounding.
 TOLERANCE = 1e-5
-#: The parts of a backward in a wrapper's own timers: its computation, its communication from the
-#: first bucket's launch to the last one's end, and the communication that computation does not
-#: hide.
+#: The parts of a backward in a wrapper's own timers. The computation is the first. The
+#: communication goes from the first bucket's launch to the last one's end. The rest is the
+#: communication that computation does not hide.
 PARTS = ("computation", "communication", "exposed")
 
 _LAYOUTS = "1x1,1x2,1x4,2x1,2x2,2x4"
@@ -157,7 +157,7 @@ class ReducerTask(Task):
 class KnownGradients(nn.Module):
     """Computes next to nothing: samples ``(N, 1)`` to ``(N,)``, with gradients that are known.
 
-    Each parameter, which is zero, has a node of its own in the graph, so gradients arrive one by
+    Each parameter, which is zero, has a node of its own in the graph. So gradients arrive one by
     one, the last parameter's first, and each in memory of its own.
     """
 
@@ -180,7 +180,7 @@ def known_gradient(samples: Tensor, replicas: int) -> float:
 class Reduction:
     """Models whose backward is nearly all reduction, and others, made ready for measuring.
 
-    Of the former each replica gets one sample, and each another, so that their gradients differ.
+    Each replica gets one sample of the former, and each another, so that their gradients differ.
     """
 
     def __init__(self, task: ReducerTask) -> None:

@@ -66,8 +66,8 @@ _PLACES = {
 }
 
 # Python refuses threads that import modules which need each other, each from another end, or gives
-# them half of a module. What is imported here must not say `from dataparallel import` of a public
-# name: a thread that imports it in another way would wait for this lock, and the one here for it.
+# them half of a module. A module that is imported here must not say `from dataparallel import` of a
+# public name. A thread that imports it otherwise would wait for this lock, and this one for it.
 _importing = _threading.RLock()
 
 

@@ -4,15 +4,15 @@ Note [Private names of torch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A name that torch keeps to itself may go, or come to mean something else, with any release. So no
 other file touches one, and each stands here with what it is and why it is needed. Unless an entry
-says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning. Where a torch lacks it,
+says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning. If a torch lacks it,
 importing this file does not fail; using the name raises a RuntimeError that tells the versions.
 
-What replaces something of torch's is a *patch*, and stands in the last section.
+Code that replaces something of torch's is a *patch*, and stands in the last section.
 
 Names are bound when this file is imported, so a call costs no more than torch's own name. Functions
 stand where torch changes what a name is bound to, where torch would have to import something that
-takes time, and for attributes of modules, tensors and other objects. What our C++ uses of torch's
-autograd engine stands in ``distributed_autograd/csrc/torch_engine.h``.
+takes time, and for attributes of modules, tensors and other objects. The parts of torch's autograd
+engine that our C++ uses stand in ``distributed_autograd/csrc/torch_engine.h``.
 """
 
 from __future__ import annotations
@@ -303,8 +303,8 @@ def versions_being_loaded() -> Any:
     """The versions in the state that ``load_state_dict()`` loads now, or None.
 
     Torch hands a module its own version only, and looks up those of its children itself, under
-    their paths; a wrapper has to let it find them where the state has other names. They are a
-    local variable of the function that goes from module to module.
+    their paths. A wrapper has to let it find them if the state has other names. They are a local
+    variable of the function that goes from module to module.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -408,9 +408,9 @@ _unbinding = threading.Lock()
 def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
 
-    Where the default group is bound to a device (``device_id=...``), torch splits communicators
-    from it. To a split all its processes have to come, and only those of the parent do. So torch
-    does not see that it is bound.
+    If the default group is bound to a device (``device_id=...``), torch splits communicators from
+    it. To a split all its processes have to come, and only those of the parent do. So torch does
+    not see that it is bound.
     """
     c10d: Any = torch.distributed.distributed_c10d
     default: Any = torch.distributed.group.WORLD
@@ -559,7 +559,7 @@ register_device_module: Callable[[str, Any], None] = _private("torch._register_d
 def untraced(function: FunctionT) -> FunctionT:
     """Keep the compiler out of a function and all that it calls, as ``torch.compiler.disable``.
 
-    That imports the compiler, and costs at each call.
+    The latter imports the compiler, and costs at each call.
     """
     why = "replicas run in threads, which cannot be compiled"
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
@@ -677,8 +677,8 @@ def kernels_beside_others() -> Iterator[None]:
     """Within this, torch compiles kernels for the CPU that leave the interpreter to other threads.
 
     Its own hold the interpreter's lock from begin to end, so those of replicas would run one after
-    another. Where integers are divided it stays so: a divisor of zero is reported by way of one
-    variable for all threads. A torch that makes them in another way is left as it is.
+    another. It stays so for the division of integers: one variable for all threads reports a
+    divisor of zero. A torch that makes them in another way is left as it is.
     """
     codes: Any = importlib.import_module("torch._inductor.codecache")
     cache: Any = getattr(codes, "CppPythonBindingsCodeCache", None)
@@ -722,8 +722,8 @@ def hand_on_contexts_for_any_thread() -> None:
     """Let what is compiled run its backward on several devices at the same time.
 
     In 2.13, a backward hands the threads of all devices one ``contextvars.Context``, which runs in
-    one thread at a time: the second raised "cannot enter context". What is handed on here runs each
-    in a copy, as torch does from 2.15 on; 2.11 hands nothing on.
+    one thread at a time: the second raised "cannot enter context". The function that is handed on
+    here runs each in a copy, as torch does from 2.15 on; 2.11 hands nothing on.
     """
     module: Any = torch.autograd.graph
     if torch.__version__ < "2.15" and getattr(module, "contextvars", None) is contextvars:
@@ -920,8 +920,8 @@ def watch_process_state(
 ) -> None:
     """Have state of the process changed by ``change(name, key, read, wanted, put)``.
 
-    ``read()`` gives a tuple, which equals ``wanted`` where ``put()`` will change nothing. What
-    ``sdpa_kernel`` sets back it reads within ``changing(name)``.
+    ``read()`` gives a tuple, which equals ``wanted`` where ``put()`` will change nothing.
+    ``sdpa_kernel`` reads the values to set back within ``changing(name)``.
     """
     for state in _OF_PROCESS:
         for setter in state.setters:

@@ -44,7 +44,7 @@ class Backend(ABC):
         """Queue a kernel on the current stream of ``device``.
 
         Args:
-            device: Where the kernel runs.
+            device: The device on which the kernel runs.
             source: The name of a file in ``csrc/``, without its suffix.
             kernel: The name of a kernel in it.
             blocks: How many blocks of :data:`THREADS` threads; nothing is done for 0.

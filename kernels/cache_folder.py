@@ -2,13 +2,13 @@
 
 Note [Trusted code]
 ~~~~~~~~~~~~~~~~~~~
-What is loaded from the cache runs with the rights of this user, so nobody else may be able to put
-it there. Trusted are this user, root, and whoever owns this package: all of them can run code here
-anyway. The folder of an extension and the file in it must belong to one of them, with no right to
-write for others; a folder above that everybody can write to must be sticky, as ``/tmp`` is.
+Code from the cache runs with the rights of this user, so nobody else may be able to put it there.
+Trusted are this user, root, and whoever owns this package: all of them can run code here anyway.
+The folder of an extension and the file in it must belong to one of them, with no right to write for
+others. A folder above that everybody can write to must be sticky, as ``/tmp`` is.
 
 Folders and files of this user that others can write to, as a umask of 002 makes them, are no reason
-to stop: the folder is closed, and what was in it is compiled anew.
+to stop. The folder is closed, and its content is compiled anew.
 """
 
 from __future__ import annotations

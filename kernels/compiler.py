@@ -47,7 +47,7 @@ def source_names() -> list[str]:
 def source_text(name: str) -> str:
     """The text of a source, with the headers in the place where they are included first.
 
-    What was compiled is found again by this text, and a change of a header must be seen in it.
+    This text finds a compiled kernel again, and must show a change of a header.
     """
     seen: set[str] = set()
 

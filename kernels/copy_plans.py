@@ -35,8 +35,8 @@ class Place(NamedTuple):
     """The part of a bucket that belongs to one tensor.
 
     Attributes:
-        offset: Of its first element, in elements.
-        shape: That of the tensor.
+        offset: The offset of its first element, in elements.
+        shape: The shape of the tensor.
         stride: Dense: the elements fill the part without gaps, in any order of dimensions.
     """
 
@@ -67,7 +67,7 @@ class Copy(NamedTuple):
         way: See flatten.cu.
         dims: In the order in which they lie in the bucket, the innermost last; no more than needed.
         chunks: How many blocks do it.
-        along: Of a tile: the dimension in which the tensor has stride 1.
+        along: For a tile: the dimension in which the tensor has stride 1.
         columns: The extent of a tile in that dimension.
         rows: The extent of a tile in the last one.
     """
@@ -93,11 +93,11 @@ class Plan:
     """A plan that copies all tensors of a list to or from a bucket. See Note [Plans of copies].
 
     Args:
-        places: Where each is in the bucket.
-        strides: Of the tensors.
-        dtypes: Of the tensors.
-        dtype: Of the bucket.
-        device: Of all.
+        places: The place of each tensor in the bucket.
+        strides: The strides of the tensors.
+        dtypes: The dtypes of the tensors.
+        dtype: The dtype of the bucket.
+        device: The device of all of them.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ def plan_copy(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int])
     """Plan the copy of a tensor; return None if the kernel cannot do it.
 
     Args:
-        shape: Of the tensor and its place.
+        shape: The shape of the tensor and its place.
         place: Strides of the place, dense.
         tensor: Strides of the tensor.
     """

@@ -24,8 +24,8 @@ _LEAST_CAPABILITY = (7, 0)
 # Every training step of several replicas needs it.
 _TRIED = "reduce_add"
 
-# Four times as many as one holds at a time, if registers allow: where they do not, the blocks that
-# run last, when others have ended, have a small share of the work.
+# Four times as many as one holds at a time, if registers allow. If they do not, the blocks that run
+# last, when others have ended, have a small share of the work.
 _BLOCKS_PER_MULTIPROCESSOR = 32
 
 
@@ -110,8 +110,8 @@ class CupyBackend(Backend):
 def _load(device: torch.device, source: str) -> dict[tuple[torch.device, str, str], Any]:
     """All kernels of a source, on the current device.
 
-    All of them, because CUDA loads a kernel when it is first asked for: at the first launch, that
-    would fail while a graph is captured, and might wait for what runs on the device.
+    All of them, because CUDA loads a kernel when it is first asked for. At the first launch, that
+    would fail while a graph is captured, and might wait for work on the device.
     """
     cupy = _cupy()
     compiled = compile_source(cupy.cuda.nvrtc, source, _capability(device))
@@ -174,7 +174,7 @@ def _enable_peer(reader: torch.device, owner: torch.device) -> bool:
     if not torch.cuda.can_device_access_peer(reader, owner):
         return False
     # Torch enables it at the first copy, and keeps the book of it: the device that is copied from
-    # may access the other one. Which of the two has to begin, is not documented.
+    # may access the other one. The documentation does not say which of the two has to begin.
     torch.empty(1, device=reader).to(owner)
     torch.empty(1, device=owner).to(reader)
     return True
@@ -196,7 +196,7 @@ class _Current:
     """Torch's current stream under CUDA's stream protocol, which not all versions of torch speak.
 
     Args:
-        device: Of the stream.
+        device: The device of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:

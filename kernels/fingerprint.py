@@ -56,7 +56,7 @@ def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Source: the row-major bytes are read as little-endian 64-bit words, the last one filled up with
     zeros. Each is added to its place times an odd number and mixed by the finalizer of MurmurHash3
-    (Austin Appleby, public domain), with shifts by 32; the results are added up modulo ``2**64``.
+    (Austin Appleby, public domain), with shifts by 32. The results are added up modulo ``2**64``.
     Places count from 1: the word at 0 is the number of bytes.
     """
     if not tensors:

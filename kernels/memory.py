@@ -35,9 +35,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Return the addresses of the values of tensors; None if one has none that can be read.
 
-    Not so for sparse tensors, lazy conjugates and negatives, and for subclasses and the tensors of
-    function transforms, which may wrap others or stand for what is not there; nor where elements
-    lie at addresses that are no multiples of their size, as in memory that is not torch's.
+    Sparse tensors, lazy conjugates and negatives have none. Nor have subclasses and the tensors of
+    function transforms, which may wrap others or stand for missing ones. Nor have elements whose
+    addresses are no multiples of their size, as in memory that is not torch's.
     """
     if not _PLAIN_TYPES.issuperset(map(type, tensors)):
         return None

@@ -42,8 +42,8 @@ class NativeExtension:
     """A folder of C++ sources that become one extension module.
 
     Nearly all the time goes into torch's headers, so the sources are compiled as two units at once
-    instead of one by one. What is local to a source, in an anonymous namespace or static, is
-    therefore seen by the others of its unit, and needs a name that none of them has.
+    instead of one by one. A name that is local to a source, in an anonymous namespace or static, is
+    therefore seen by the others of its unit. It must be one that none of them has.
 
     Example::
 
@@ -57,7 +57,7 @@ class NativeExtension:
 
     Args:
         name: The name of the module, which the sources find as ``TORCH_EXTENSION_NAME``.
-        label: What messages call it, with its article.
+        label: The name in messages, with its article.
         prefix: How its folders in the cache begin.
         sources: The folder of the ``.cpp`` and ``.h`` files.
         first_unit: The stems of the sources that are compiled together, for instance since they

@@ -2,12 +2,12 @@
 
 Note [Lists of tensors]
 ~~~~~~~~~~~~~~~~~~~~~~~
-One launch serves many tensors: each is divided into chunks of a fixed number of elements, and each
-block takes one chunk, so that tensors of any sizes keep all of a device busy. Which chunk that is,
-it finds in a table of pairs (tensor, number of the chunk in it), which depends on the sizes alone
-and is kept on the device. Addresses change from step to step: they are passed by value, which costs
-no copy and can be captured in a CUDA graph. A kernel's parameters have 4096 bytes at most, and so
-one launch serves a limited number of tensors; longer lists are divided.
+One launch serves many tensors. Each is divided into chunks of a fixed number of elements, and each
+block takes one chunk, so that tensors of any sizes keep all of a device busy. It finds that chunk
+in a table of pairs (tensor, number of the chunk in it). The table depends on the sizes alone and
+stays on the device. Addresses change from step to step: they are passed by value, which costs no
+copy and can be captured in a CUDA graph. A kernel's parameters have 4096 bytes at most, and so one
+launch serves a limited number of tensors; longer lists are divided.
 
 Note [Memory of tables]
 ~~~~~~~~~~~~~~~~~~~~~~~

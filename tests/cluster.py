@@ -109,9 +109,9 @@ class Cluster:
     def __init__(self) -> None:
         self._workers: dict[bool, list[_Worker]] = {False: [], True: []}
         self._context = forkserver.context()
-        # Lives as long as the workers do: whoever lets go of a store late, a thread that ends after
-        # its job for example, waits for minutes, and with the interpreter's lock, for a folder
-        # that was removed meanwhile.
+        # It lives as long as the workers do. A thread that lets go of a store late, after its job
+        # for example, waits for minutes. It waits with the interpreter's lock, for a folder that
+        # was removed meanwhile.
         self._folder = tempfile.TemporaryDirectory(prefix="cluster-")
         self._calls = itertools.count()
 
@@ -142,18 +142,18 @@ class Cluster:
                 assert cluster.run(total, 2, 10) == [10.0, 10.0]
 
         Args:
-            function: A function of a module, found there by its name. What it gets and returns is
-                pickled.
+            function: A function of a module, found there by its name. The arguments and the results
+                are pickled.
             timeout: Seconds after which ranks that still run are ended. Also the timeout of the
                 default group.
             expect_errors: Return exceptions in place of results. Default: raise the first one.
-            virtual: Whether the processes have four virtual devices. Default: they have none.
-            backend: Of the default group: ``"gloo"`` (default), or where there are virtual devices
-                also ``"vccl"``, which takes tensors on these only (see ``device_only/backend.py``),
-                and ``"cpu:gloo,virtual:vccl"``.
+            virtual: True if the processes have four virtual devices. Default: they have none.
+            backend: The backend of the default group: ``"gloo"`` (default), or where there are
+                virtual devices also ``"vccl"``, which takes tensors on these only (see
+                ``device_only/backend.py``), and ``"cpu:gloo,virtual:vccl"``.
 
         Raises:
-            BaseException: What a rank raised; its cause tells the rank and the traceback there.
+            BaseException: The error of a rank; its cause tells the rank and the traceback there.
             RankDied: A rank ended, or ran for longer than ``timeout``.
         """
         workers = self._ready(world_size, virtual)

@@ -262,10 +262,10 @@ def check(
     """Return the faults of results, to the last bit.
 
     Args:
-        case: What was called.
+        case: The case of the call.
         found: The results of members of this process.
-        mine: What these members gave.
-        xs: What all members gave, on the host.
+        mine: The inputs of these members.
+        xs: The inputs of all members, on the host.
         first: The number of the first member of this process.
     """
     faults = []

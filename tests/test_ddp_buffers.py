@@ -176,7 +176,7 @@ def test_of_two_names_of_one_option_the_newer_counts() -> None:
 
 
 def _two_forwards(rank: int, world_size: int, replicas: int) -> Any:
-    # The processes have the same buffers already. Where torch's wrapper sends them, its backward
+    # The processes have the same buffers already. If torch's wrapper sends them, its backward
     # refuses them as changed, up to torch 2.11.
     options: dict[str, Any] = {} if replicas else {"broadcast_buffers": False}
     model = wrap(Net(0).eval(), replicas, **options)

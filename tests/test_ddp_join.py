@@ -76,7 +76,7 @@ class Block:
 
     Attributes:
         counts: How many steps each rank has, in each of some blocks.
-        theirs: What is otherwise with torch's wrapper.
+        theirs: The differences with torch's wrapper.
     """
 
     counts: Sequence[Sequence[int]]

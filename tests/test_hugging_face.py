@@ -477,7 +477,7 @@ tests.assert_as_bare(net, found, (bare, *expected))
 def test_several_processes(tmp_path: pathlib.Path) -> None:
     """Two processes with two replicas each: as the bare model in one, where the model divides.
 
-    Where it does not, as torch's wrapper in two processes.
+    If the model does not divide, they are as torch's wrapper in two processes.
     """
     script = tmp_path / "script.py"
     script.write_text(IN_PROCESSES)

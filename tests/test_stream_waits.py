@@ -25,9 +25,9 @@ Site = tuple[str, str, int]
 
 DEVICES = [f"virtual:{i}" for i in range(3)]
 ORDERING = ("wait_stream", "record_stream")
-# Needed where leaves have another stream than the backward, and buckets are sent from the device:
-# of virtual devices they are sent from the host, which waits for them in any case.
-# Recorded replicas, and the backward of a caller on other streams, have tests of their own.
+# Needed if leaves have another stream than the backward, and buckets are sent from the device. With
+# virtual devices the host sends them, and waits for them in any case. Recorded replicas, and the
+# backward of a caller on other streams, have tests of their own.
 NOT_SHOWN = ("round.py", "capture.py", "functions.py")
 
 

@@ -85,7 +85,7 @@ def test_losses_and_forwards_with_gradients(wrapper: Any, count: int) -> None:
         )
 
     in_threads(work)
-    # Backward comes in one thread. What forwards have left is there for it.
+    # Backward comes in one thread. Results of forwards are there for it.
     torch.stack(list(losses.values())).sum().backward()
     for (step, index), found in losses.items():
         x = batch(step, index)

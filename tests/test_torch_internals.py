@@ -86,8 +86,8 @@ def paths_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def touches(tree: ast.Module, ours: Collection[str]) -> list[str]:
     """The places of a source that touch a private name of torch.
 
-    What an object is cannot be told from a source, so an attribute is torch's if none of our files
-    defines it: one that has the same name as ours slips through, unless it is in ``TORCHS_OWN``.
+    A source does not tell what an object is, so an attribute is torch's if none of our files
+    defines it. One that has the same name as ours slips through, unless it is in ``TORCHS_OWN``.
     """
     found = []
     for line, path in paths_in(tree):

@@ -55,11 +55,11 @@ def add_command(
     """Add a subcommand whose ``--help`` ends with examples.
 
     Args:
-        commands: Where to add it.
+        commands: The subparsers to add it to.
         name: The word on the command line.
         summary: One sentence.
         examples: Command lines that work as they stand.
-        run: What the subcommand does; it returns the exit status. Default: the parser's own help
+        run: The work of the subcommand; it returns the exit status. Default: the parser's own help
             is printed, for commands that only group others.
 
     Returns:

@@ -21,7 +21,7 @@ def add_to(commands: Subparsers, root: argparse.ArgumentParser) -> None:
     """Add the subcommand to the command line.
 
     Args:
-        commands: Where to add it.
+        commands: The subparsers to add it to.
         root: The parser of the whole command line, which is what the shell completes.
     """
     parser = add_command(

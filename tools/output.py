@@ -16,7 +16,7 @@ def output_error(raised: OSError | None = None) -> OSError | None:
     """Return why the printed output cannot be written; None if all of it has been.
 
     Args:
-        raised: What a command has failed with. It may come from printing: without a buffer
+        raised: The error of a command. It may come from printing: without a buffer
             (PYTHONUNBUFFERED) nothing is left to be written that would fail again.
     """
     if sys.stdout is None or sys.stdout.closed:

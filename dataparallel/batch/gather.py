@@ -6,17 +6,17 @@ If chunk i's loss is a mean over w_i things, the batch's is sum(w_i * loss_i) / 
 number of samples, or what the caller's own function says. Over processes the same holds: a process
 weighs sum(w_i), so that ``average="samples"`` makes the mean over all chunks of all.
 
-A loss that a module has divided by what the caller gave it, such as the number of labels in all
-batches of an accumulated step, is no mean over anything in its chunk: such losses add up.
+A module may divide its loss by a number from the caller, such as the labels in all batches of an
+accumulated step. Such a loss is no mean over anything in its chunk: such losses add up.
 
 Note [Outputs by samples]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A list that is in each replica as long as the chunk is taken for one entry per sample, and the lists
-are joined. It is not where its tensors all have the chunk's size along ``dim``, as feature maps do,
-where they differ in dtype or number of dimensions, or where ``scalars`` says that 0-d tensors are
-losses. What a wrapper has taken a list for holds for later batches, until it has another length
-than the chunk. The log is told once of a list whose entries are the same in all replicas, which may
-belong to no sample, and of each output that the wrapper cannot put together.
+are joined. It is not if its tensors all have the chunk's size along ``dim``, as feature maps do, or
+if they differ in dtype or dimensions. Nor is it if ``scalars`` says that 0-d tensors are losses.
+A wrapper's view of a list holds for later batches, until the list has another length than the
+chunk. The log tells once of a list whose entries are the same in all replicas, which may belong to
+no sample. It also tells once of each output that the wrapper cannot put together.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def gather(
 
     Args:
         outputs: One output per replica, all built alike.
-        target_device: Where the tensors shall be; -1 means the CPU, ``None`` the device of the
+        target_device: The device for the tensors; -1 means the CPU, ``None`` the device of the
             first tensor. ``"each"`` leaves every output as and where it is.
         dim: Dimension to concatenate along.
-        scalars: What becomes of tensors without dimensions: ``"stack"`` makes a vector with one
+        scalars: The way to join tensors without dimensions: ``"stack"`` makes a vector with one
             element per replica, ``"mean"`` one scalar weighted by ``weights``, ``"sum"`` their sum.
         weights: One number per replica for ``scalars="mean"``. Default: equal ones.
         out_dims: A dim, ``"samples"``, ``"sum"`` or None for each part of an output, as in

@@ -11,8 +11,8 @@ one; or nothing of the batch. The values do not tell: an image has 3 channels, a
   the list is just as long. A list without tensors is no list of samples if its length is another.
 - Everything else is an error that names what to write.
 
-A wrapper keeps in mind which lists have once had another length than the batch, so that no later
-batch, such as a last one that is smaller, is refused because it happens to be as long as a list.
+A wrapper remembers which lists have once had another length than the batch. So it refuses no later,
+smaller batch that happens to be as long as a list.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def scatter(
 
     Args:
         inputs: A tensor or any container: tuples, lists, dicts, dataclasses, what is registered
-            with ``torch.utils._pytree``. What is not a tensor goes to each replica as it is, and so
-            do tensors without dimensions.
+            with ``torch.utils._pytree``. Values that are not tensors go to each replica as they
+            are, and so do tensors without dimensions.
         target_gpus: One device per slot, of any type; repeats allowed.
         dim: Dimension to split.
         chunk_sizes: Samples per slot; the last slots may get none. Default: as ``torch.chunk``
@@ -374,7 +374,7 @@ def find_units(
 ) -> Iterator[Unit]:
     """The lists and registered objects of a container, outer ones first, except at ``roots``.
 
-    What is within one that is known to hold samples is none.
+    A list within one that is known to hold samples is none.
     """
     if not structure.has_units or spec is None or structure.kind is Replicate:
         return

@@ -8,10 +8,10 @@ it is often there to be filled, and the caller looks into it afterwards.
 Note [Objects of unknown type]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A leaf that is no tensor goes to each replica as the one object that it is. For a number, a name or
-a configuration that is right. An object that holds a batch would reach each replica whole, and one
-that a module fills (a cache of keys and values) would be filled by all replicas at the same time.
-Both are errors that say what to do; ``Replicate(obj)`` shares an object all the same. A class that
-is registered with :func:`register_batch_type` says itself how its objects are divided by samples.
+a configuration that is right. An object that holds a batch would reach each replica whole. One that
+a module fills (a cache of keys and values) would be filled by all replicas at the same time. Both
+are errors that say what to do; ``Replicate(obj)`` shares an object all the same. A class that is
+registered with :func:`register_batch_type` says itself how its objects are divided by samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel.torch_internals import registered_containers
 
-# Nothing in these is looked at. What a module or a function holds is shared on purpose.
+# Nothing in these is looked at. A module or a function shares the objects that it holds on purpose.
 _OPAQUE = (
     *(type(None), int, float, complex, str, bytes, type, enum.Enum, nn.Module),
     *(torch.Size, torch.dtype, torch.device, torch.Generator),

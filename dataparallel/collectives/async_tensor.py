@@ -7,8 +7,8 @@ An AsyncCollectiveTensor has the shape of the result and no memory. Every operat
 the plain tensor without waiting, and wrapped again.
 
 For autograd it is a view of the plain tensor, and what ``wait()`` returns is a view of it. So all
-of them share one history and one version counter: a change in place through any of them has the
-right gradient in all, or is the error that it is for plain tensors. The view is made by torch's own
+of them share one history and one version counter. A change in place through any of them has the
+right gradient in all, or raises the error of plain tensors. The view is made by torch's own
 ``alias``, whose result a dispatch mode replaces. (Were it no view, a compiler that is given a view
 of it could not tell where the sizes of its base come from.)
 

@@ -107,7 +107,7 @@ class SyncBatchNorm(BatchNorm):
             output = layer(input)
 
         Args:
-            input: Of shape ``(N, C, ...)``, of any floating-point type; ``N`` may be 0.
+            input: A tensor of shape ``(N, C, ...)``, of any floating-point type; ``N`` may be 0.
 
         Returns:
             A new tensor like ``input``.

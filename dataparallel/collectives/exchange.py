@@ -8,10 +8,10 @@ the one in the middle are plain operations of tensors, which compilers can trace
 link of a hybrid group, over a process group without waiting for it, or as operators of compiled
 code; see ``groups.py`` and ``process_group.py``.
 
-What is sent is in memory of its own, since a backend reads it after the caller has gone on. What is
-only moved travels as bytes, if its dtype is not one that every collective of gloo takes. A
-reduce_scatter brings the chunks to where they belong and reduces them there: half of what gloo
-would send for it, and for any operation. Terms are reduced in the order of the members, so no
+A sent tensor is in memory of its own, since a backend reads it after the caller has gone on. A
+tensor that is only moved travels as bytes, if its dtype is not one that every collective of gloo
+takes. A reduce_scatter brings the chunks to where they belong and reduces them there: half of what
+gloo would send for it, and for any operation. Terms are reduced in the order of the members, so no
 result depends on timing.
 
 Note [What backends cannot reduce]
@@ -23,9 +23,9 @@ ones count downwards from -1, where their magnitudes count upwards; -0.0 is belo
 integer of 64 bits travels as if it began at the lowest signed one.
 
 Bool has no sum: gloo adds the bytes, and a bool whose byte is 2 is neither True nor False. Integers
-that a backend lacks travel as int64, where the sum is exact and wraps on return as it would have;
-small floats as float32, and are rounded once, on return. Products of complex numbers, and bits, are
-gathered and reduced in each process.
+that a backend lacks travel as int64: the sum is exact and wraps on return as it would have. Small
+floats travel as float32, and are rounded once, on return. Products of complex numbers, and bits,
+are gathered and reduced in each process.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class Exchange:
 
     Attributes:
         primitive: The collective of torch's; "nothing" where all know that there are no elements.
-        sent: What this process gives: contiguous, in memory of its own.
-        options: Of the primitive: the operation, the root, how many processes gather, or how much
-            to give to and to get from each.
+        sent: The tensor that this process gives: contiguous, in memory of its own.
+        options: The options of the primitive: the operation, the root, the number of processes that
+            gather, or the rows to give to and to get from each.
         finish: From what arrives, which it may change, the results of the members of this process.
-        in_place: Whether ``finish`` makes a single result, contiguous, in what has arrived.
+        in_place: True if ``finish`` makes a single result, contiguous, in arrived memory.
     """
 
     primitive: str

@@ -1,9 +1,9 @@
 """The functional collectives, by torch's names: of one tensor, of several, and in place.
 
-What their arguments mean:
+Their arguments:
 
-    self, input, tensor  What this member gives; of one shape and dtype at all members. Where
-        ``src`` gives alone, only its tensor is read.
+    self, input, tensor  The tensor of this member; of one shape and dtype at all members. If
+        only ``src`` gives, only its tensor is read.
     reduceOp, op  ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``, which are all
         differentiable, or ``"band"``, ``"bor"``, ``"bxor"`` for integers; in place also a
         ``torch.distributed.ReduceOp``. If several members have the same minimum or maximum, they
@@ -13,12 +13,12 @@ What their arguments mean:
         divided into chunks; its length is then a multiple of the number of members.
     group, tag  The members, see :data:`Group`; ``tag`` tells groups over the same ranks apart, as
         in torch. None is the default process group.
-    async_op  Must be False: what is written in place is there on return.
+    async_op  Must be False: the result in place is there on return.
 
 Each function raises a ValueError if there is no such operation, dimension, member or group, or none
-for such a tensor; a TypeError for what is no tensor; a CollectiveMismatch if processes call
-different collectives; and a CollectiveError if another process failed or did not come in time. If
-the result is still under way, its first use raises that.
+for such a tensor. It raises a TypeError for a value that is no tensor, and a CollectiveMismatch if
+processes call different collectives. It raises a CollectiveError if another process failed or did
+not come in time. If the result is still under way, its first use raises that.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ def all_reduce_inplace(
         all_reduce_inplace(grad, dist.ReduceOp.AVG)
 
     Args:
-        tensor: What this member gives; overwritten.
+        tensor: The tensor of this member; overwritten.
 
     Returns:
         ``tensor``.
@@ -619,8 +619,8 @@ def _equal_rows(name: str, tensor: Tensor, size: int) -> list[int]:
 # --- groups ----------------------------------------------------------------------------------
 
 #: The values that functions take as ``group``: a process group (None: the default one), its name, a
-#: list of the ranks of a process group, lists of such ranks, a mesh of one dimension, a mesh and
-#: one of its dimensions, a group of replicas, or ``"local"`` or ``"hybrid"``.
+#: list of the ranks of a process group, lists of such ranks. Others are a mesh of one dimension, a
+#: mesh and one of its dimensions, a group of replicas, ``"local"`` or ``"hybrid"``.
 Group: TypeAlias = Any
 
 _BY_NAME = {"local": LocalGroup(), "hybrid": HybridGroup()}

@@ -3,23 +3,23 @@
 Note [No collective in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The replicas meet in forward only. Activation checkpointing runs a part of forward again in
-backward, where nobody else comes: a collective in it would find a group of one member, and its
-result would be wrong without any sign. So it is refused when forward runs it under a checkpoint
-within a replica: a frame of ``torch.utils.checkpoint`` is on the stack, or its saved-tensor hooks
-are (they are all there is to see of checkpoints that are module hooks). What other code runs again
-is refused in backward. There, frames of ``torch.utils.checkpoint`` are right: they have passed the
-test in forward, so the group had one member then, too.
+backward, where nobody else comes. A collective in it would find a group of one member, and its
+result would be silently wrong. So it is refused when forward runs it under a checkpoint within a
+replica. Then a frame of ``torch.utils.checkpoint`` is on the stack, or its saved-tensor hooks are,
+which are the only sign of checkpoints that are module hooks. A collective that other code runs
+again is refused in backward. There, frames of ``torch.utils.checkpoint`` are right: they have
+passed the test in forward, so the group had one member then, too.
 
 Note [Agreement before each collective]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Before data moves, each process of a hybrid group tells all others, in one small collective, how
-many replicas it brings, a hash of what they came for, and whether they want gradients. If the
-hashes differ, the texts follow, and all processes raise the same error; the link stays usable.
-What is said in backward names the collective of the forward, so gradients of one are never taken
-for those of another.
+Before data moves, each process of a hybrid group sends three facts to all others in one small
+collective. They are the number of its replicas, a hash of their requests, and whether they want
+gradients. If the hashes differ, the texts follow, and all processes raise the same error; the link
+stays usable. The message of a process in backward names the collective of the forward, so gradients
+of one are never taken for those of another.
 
-What fails in one process alone leaves the others where nobody comes. So that process closes its
-link, and the others fail at once too. The next collective makes a new link.
+An error in one process alone leaves the others where nobody comes. So that process closes its link,
+and the others fail at once too. The next collective makes a new link.
 
 Note [Gradients in all processes or in none]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,7 +30,7 @@ wait until the time is over, or until it comes to its next collective, which is 
 
 Note [Order of hybrid nodes in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-All processes must come to their nodes in the same order. Where one thread made the whole graph, the
+All processes must come to their nodes in the same order. If one thread made the whole graph, the
 engine runs nodes in the reverse order of their making. Several replicas make theirs in several
 threads, whose numbers can't be compared, and devices with threads of their own run what is ready:
 two branches of a network may swap. So in a call of several replicas each node takes a *turn* from
@@ -219,8 +219,8 @@ class Brought(NamedTuple):
 def _together(brought: Sequence[Brought]) -> Iterator[list[Tensor]]:
     """Compute for all members in the thread of one; the block fills the list with the results.
 
-    It records gradients if a member does. What it queues comes after the members' inputs, and
-    before what they do next.
+    It records gradients if a member does. Its work is queued after the members' inputs, and before
+    their next work.
     """
     apart = []
     for index, each in enumerate(brought):
@@ -577,10 +577,10 @@ class HybridCall(Call):
     """A collective that all processes came to.
 
     Attributes:
-        layout: Which members there are.
-        recorded: Whether any process wants gradients.
+        layout: The members.
+        recorded: True if any process wants gradients.
         unable: The ranks that cannot take part in backward.
-        number: Which collective of the link it was, from 1.
+        number: The number of this collective of the link, from 1.
     """
 
     group: HybridGroup

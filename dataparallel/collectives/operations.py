@@ -16,10 +16,10 @@ replicas of a process, ``exchange.py`` between processes.
 Note [Derivatives of collectives]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 All members together compute one function of all their tensors, and each member's loss is one term
-of the whole loss. So the gradient of a member's tensor is the sum, over all members, of what their
-losses have from it: the transpose of a gather is the sum of a reduce_scatter, and so on. Reductions
-are the total gradient, brought to where the terms are, times what one term contributes. All of it
-is differentiable again.
+of the whole loss. So the gradient of a member's tensor is the sum, over all members, of their
+losses' gradients for it. The transpose of a gather is the sum of a reduce_scatter, and so on.
+Reductions are the total gradient, brought to where the terms are, times what one term contributes.
+All of it is differentiable again.
 
 Note [One node for all members]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -102,10 +102,10 @@ class Collective:
     """One collective with its options; the same at all members.
 
     Attributes:
-        op: Which operation reduces; empty if none does.
+        op: The operation that reduces; empty if none does.
         root: The only member that gives (``src``) or gets (``dst``).
-        dim: Where pieces are put together or, if the collective ``divides``, the tensor is cut.
-        label: What calls it, for messages; members that call it for others do not meet.
+        dim: The dimension of the pieces or, if the collective ``divides``, of the cuts.
+        label: The caller, for messages; members that call it for other callers do not meet.
     """
 
     op: str = ""
@@ -335,7 +335,7 @@ class Call:
     """One collective of a group: what the members of this process call together.
 
     Attributes:
-        collective: What is computed.
+        collective: The collective to compute.
         indices: The members that are in this process.
         size: How many members there are, in all processes.
     """
@@ -421,7 +421,7 @@ def is_recorded(tensor: Tensor) -> bool:
 def _derivative(call: Call, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
     """Per member of this process, the gradient of its input, from those of the outputs.
 
-    See Note [Derivatives of collectives]. Of the inputs only the shape counts, unless saved.
+    See Note [Derivatives of collectives]. Only the inputs' shape counts, unless saved.
     """
     collective, run, size = call.collective, call.run, call.size
     root, dim = collective.root, collective.dim

@@ -38,7 +38,7 @@ def rpc_async(
 
     Inside of a ``with context():`` block the call belongs to the context, and so do the calls that
     the function makes on its part. Tensors that require grad may be anywhere in the arguments and
-    in the result, in containers and objects too; each keeps its connection to the graph across the
+    in the result, in containers and objects too. Each keeps its connection to the graph across the
     border, in both directions. A tensor that is sent twice in one call arrives as one. An
     ``nn.Parameter`` arrives as a tensor that is connected to it; gradients reach the parameter.
     Under ``torch.no_grad()``, here for arguments and there for the result, nothing is recorded.
@@ -48,8 +48,8 @@ def rpc_async(
     The block belongs to the thread that entered it, and to what that awaits: a thread started
     inside of it makes calls outside of the context.
 
-    What is sent is pickled, and unpickling can run any code: all workers have to trust each other
-    and the network between them.
+    Calls are pickled, and unpickling can run any code: all workers have to trust each other and the
+    network between them.
 
     Example::
 
@@ -60,8 +60,8 @@ def rpc_async(
 
     Args:
         to: The worker: its name, its id, or torch's ``WorkerInfo``. It may be the caller itself.
-        func: What runs there: something that can be pickled, as a function of a module or a
-            method of an object that can be sent. A function that is marked with
+        func: The function to run there: something that can be pickled, as a function of a module or
+            a method of an object that can be sent. A function that is marked with
             ``torch.distributed.rpc.functions.async_execution`` may return a future.
         args: Its positional arguments. Default: none.
         kwargs: Its keyword arguments. Default: none.
@@ -104,7 +104,7 @@ def rpc_sync(
             backward(context_id, [loss])
 
     Returns:
-        What the function returned; its tensors are connected to those of the other worker.
+        The result of the function; its tensors are connected to those of the other worker.
     """
     return rpc_async(to, func, args, kwargs, timeout).wait()
 
@@ -447,7 +447,7 @@ def unseal(envelope: Envelope, context: Context | None) -> Any:
 def _separate(tensors: list[torch.Tensor]) -> None:
     """Give each tensor memory of its own.
 
-    Tensors of one memory arrive as such, but know nothing of each other: autograd would not notice
+    Tensors of one memory arrive as such, but know nothing of each other. Autograd would not notice
     that a change of one in place changes what it has saved of another.
     """
     seen = set()

@@ -28,14 +28,14 @@ _PATIENCE = 1.0
 class context:
     """The block whose calls one backward can run through.
 
-    Everything between the workers that happens in the block is recorded in the context: by
-    :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`, in this thread and in the functions that
-    it calls on other workers. Each worker that takes part has its share of the context, with the
-    gradients of its own parameters.
+    The context records everything that happens between the workers in the block, by
+    :func:`rpc_sync`, :func:`rpc_async` and :func:`remote`. It does so for this thread and for the
+    functions that it calls on other workers. Each worker that takes part has its share of the
+    context, with the gradients of its own parameters.
 
-    When the block is left, also by an error, the context ends on all workers: gradients and what
-    was recorded are freed, and a backward pass that still runs in it fails. Workers other than this
-    one are told by a message that is not waited for. The context's id is of no use afterwards.
+    When the block is left, also by an error, the context ends on all workers. It frees gradients
+    and records, and a backward pass that still runs in it fails. Workers other than this one are
+    told by a message that is not waited for. The context's id is of no use afterwards.
 
     Blocks do not nest, and a function that runs for a call inside of a context cannot open another.
     Any number of threads may be in blocks of their own at the same time.
@@ -108,12 +108,12 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
                 leaf.data -= 0.1 * gradient
 
     Args:
-        context_id: What ``with context() as context_id:`` gave, here or on another worker.
+        context_id: The id from ``with context() as context_id:``, here or on another worker.
 
     Returns:
-        Each leaf, as the same object that the model has, with its gradient: no copy, in the shape
-        and on the device of the leaf, sparse where backward made it so, ready on the streams that
-        are current here. Leaves that no backward reached are missing.
+        Each leaf, as the same object that the model has, with its gradient. That is no copy. It has
+        the shape and the device of the leaf, and is sparse if backward made it so. It is ready on
+        the streams that are current here. Leaves that no backward reached are missing.
 
     Raises:
         ValueError: This worker has no such context, or it has ended.
@@ -155,7 +155,7 @@ class WorkerError(RuntimeError):
                 print(f"{error.worker} failed")  # and str(error) has the traceback
 
     Args:
-        message: What happened, with the traceback of the worker.
+        message: The error, with the traceback of the worker.
         worker: The name of the worker. Default: "", where the error itself came by RPC, which
             carries the message alone.
 
@@ -177,7 +177,7 @@ def backward(
     """Differentiate scalars with respect to all leaves of all workers that they were computed from.
 
     The gradients are those of ordinary autograd in one process. Each worker runs its own part on
-    torch's engine, so streams, hooks and anomaly mode work as usual; calls that the roots do not
+    torch's engine, so streams, hooks and anomaly mode work as usual. Calls that the roots do not
     depend on take no part, and nothing waits for them.
 
     Gradients are added to what the context has, and ``.grad`` is left alone. So a leaf may not have
@@ -191,12 +191,12 @@ def backward(
             gradient = get_gradients(context_id)[w]
 
     Args:
-        context_id: What ``with context() as context_id:`` gave. Any worker that takes part in the
+        context_id: The id from ``with context() as context_id:``. Any worker that takes part in the
             context may call this.
         roots: Tensors of this worker, with one element each, that require grad and have a gradient
             function. The gradient of their sum is computed.
-        retain_graph: Whether what the graph has saved is kept on all workers, for another backward
-            in this context. Default: False.
+        retain_graph: True to keep the saved tensors of the graph on all workers, for another
+            backward in this context. Default: False.
         timeout: Seconds for the whole pass, on all workers; 0 for no limit. Default: None, the
             ``rpc_timeout`` that ``init_rpc`` was given, 60 s unless set.
 

@@ -60,8 +60,8 @@ class RRef(Generic[T]):
             gradient = get_gradients(context_id)[table.local_value().rows]
 
     Args:
-        value: What it shall refer to, of any type. Tensors keep their connection to the graph: in
-            a context, gradients flow from where the value is used back to it.
+        value: The object of the reference, of any type. Tensors keep their connection to the graph:
+            in a context, gradients flow from where the value is used back to it.
 
     Raises:
         RuntimeError: This process is no worker: ``torch.distributed.rpc.init_rpc`` was not called.

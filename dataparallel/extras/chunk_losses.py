@@ -6,11 +6,11 @@ Trainer counts the labels in all batches of a step, and gives the number to the 
 divide the sum of their losses by it: then the losses of chunks add up. Others take a mean whatever
 they are given, over the labels of the chunk, over these without the first, or over its samples.
 Neither a signature nor a docstring tells which. So the bare model runs on two samples, together and
-one by one. The gradient of the loss by the logits shows how much each sample counts, exactly, and
-also whether the loss mixes samples, so that no sum over chunks is the batch's.
+one by one. The gradient of the loss by the logits shows exactly how much each sample counts. It
+also shows if the loss mixes samples, so that no sum over chunks is the batch's.
 
-Where two rules are equal on a batch, such as labels and samples if no label is ignored, the next
-batch on which they differ decides. To see that costs a wait for the device at each forward.
+If two rules are equal on a batch, such as labels and samples if no label is ignored, the next batch
+on which they differ decides. To see that costs a wait for the device at each forward.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def init_process_group(
         timeout: Seconds, or a timedelta, that a process waits for the others. Default: 30 minutes
             here, and torch's own in collectives.
         init_method, rank, world_size: As for torch. Default: what the environment says.
-        store: Where the processes meet, in place of ``init_method``; may have been used before.
+        store: A store where the processes meet, in place of ``init_method``; may be a used one.
         group_name, device_id, pg_options: As for torch.
 
     Returns:

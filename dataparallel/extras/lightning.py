@@ -152,7 +152,7 @@ class Replicas(ReplicasMixin, _strategies.SingleDeviceStrategy):  # type: ignore
 
     Args:
         device_ids: One device per replica. Default: every accelerator; without any, the CPU.
-        weight: What a chunk counts in the mean of its losses: ``"samples"``, or a function of its
+        weight: The weight of a chunk in the mean of its losses: ``"samples"``, or a function of its
             batch, such as the number of labels. Default: find out. Then each forward waits for the
             device, as it also does with a function that returns a tensor.
         wrapper_options: Other arguments of :class:`dataparallel.DistributedDataParallel`.

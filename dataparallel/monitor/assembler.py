@@ -3,12 +3,11 @@
 Note [Where a step ends]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A step ends with the last step of an optimizer before the next forward; so a loop that accumulates
-gradients makes one step of several forwards. Where no optimizer has been seen (it steps in
-backward, or there is none) it ends with the last backward before the next forward. A forward
-without gradients, with no backward, is a step of its own kind; so are eight with gradients that no
-backward follows, or twice as many as one has ever followed. A step that a GradScaler skips is a
-part of the next one. That a step has ended is known when the next forward begins. ``end_step`` ends
-it at once.
+gradients makes one step of several forwards. If no optimizer has been seen (it steps in backward,
+or there is none) it ends with the last backward before the next forward. A forward without
+gradients, with no backward, is a step of its own kind. So are eight with gradients that no backward
+follows, or twice as many as one has ever followed. A step that a GradScaler skips is a part of the
+next one. The end of a step is known when the next forward begins. ``end_step`` ends it at once.
 
 On an accelerator a step ends when the device is done with it. So each replica has its own beginning
 and end, its phases add up to what lies between, and the step is as long as the host took for it.
@@ -20,7 +19,7 @@ Note [A device's clock]
 Two events of one device tell how long it took from one to the other, not when that was. An event
 happens no earlier than it is recorded, and at once where the device has nothing else to do. So the
 host's time minus the device's time, as each event is recorded, is at most the distance between the
-two clocks, and the greatest of these differences comes closest to it: the idea of the minimum
+two clocks. The greatest of these differences comes closest to it. This is the idea of the minimum
 filter with which NTP treats delays (RFC 5905, section 10). To begin with, the host waits until the
 device has nothing to do: a device that is behind all the time would look like one that is not.
 
@@ -126,9 +125,9 @@ class _Step:
 class StepAssembler:
     """Listens to a timeline and makes records of steps. See Note [Where a step ends].
 
-    While training goes on, spans are only kept; records are made when somebody calls ``drain``, or
-    for ``on_step``, which gets ``every`` so many at a time in the thread that begins the next
-    forward. Of those that wait, the oldest are forgotten when there are more than ``keep``.
+    While training goes on, spans are only kept. Records are made when somebody calls ``drain``, or
+    for ``on_step``. That gets ``every`` so many at a time in the thread that begins the next
+    forward. If more than ``keep`` wait, the oldest are forgotten.
     """
 
     def __init__(

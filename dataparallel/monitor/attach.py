@@ -11,9 +11,9 @@ Whoever connects gets one line of JSON, and the run closes the connection. It re
 
     {"version": 3, "state": {"pid": 4711, ...}}      or      {"version": 3, "error": "..."}
 
-A socket on which nobody listens is what a dead process has left behind. Whether it is dead cannot
-be told from its number: that may have been given to another process, or belong to a container. So
-a socket gets its name when it is listening already.
+A socket on which nobody listens is what a dead process has left behind. Its number does not tell if
+it is dead: that may have been given to another process, or belong to a container. So a socket gets
+its name when it is listening already.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _state(pid: int, answer: bytes) -> RunState:
 class Publisher:
     """Answers watchers from a thread with what ``state`` tells, None when there is no run any more.
 
-    Where there can be no socket, the run goes on without it, and the log says why.
+    If there can be no socket, the run goes on without it, and the log says why.
     """
 
     def __init__(self, state: Callable[[], RunState | None]) -> None:

@@ -2,9 +2,9 @@
 
 Note [Straggler scores]
 ~~~~~~~~~~~~~~~~~~~~~~~
-As in NVIDIA's resiliency extension, a score goes from 0 to 1, and 0.5 stands for twice as slow: it
-is the seconds of the fastest replica over those of this one, as such (this one holds up the step)
-and per sample (its device is slower, not its chunk larger).
+As in NVIDIA's resiliency extension, a score goes from 0 to 1, and 0.5 stands for twice as slow. It
+is the seconds of the fastest replica over those of this one. As such it tells if this one holds up
+the step; per sample, if its device is slower and not its chunk larger.
 
 Only phases in which a replica goes at its own speed count. A replica that waits is not slow, nor
 is the first one because it has the optimizer to step, or the loss of all to compute, meanwhile.
@@ -49,8 +49,8 @@ _WORTHWHILE = 0.03
 _MUCH = 0.15
 #: The slowest replica is a straggler if it takes so much longer than the mean, and so with ranks.
 NOTABLE = 0.1
-#: If several replicas share a device, one of them is slower for a reason of its own only if it is
-#: so nearly always: otherwise they take turns on the processors.
+#: One of several replicas on a device is slower for a reason of its own only if it is so nearly
+#: always. Otherwise they take turns on the processors.
 _NEARLY_ALWAYS = 0.75
 #: Phases in which operators run.
 _COMPUTING: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
@@ -68,11 +68,11 @@ class Finding:
     """Something that was found in a run or on a device.
 
     Attributes:
-        kind: What it is about; ``"nothing"`` if nothing stands out, ``"unknown"`` without steps.
-        text: What was measured, and what to do.
+        kind: Its kind; ``"nothing"`` if nothing stands out, ``"unknown"`` without steps.
+        text: The measurement, and the change to make.
         severity: ``"error"`` if something is broken, ``"warning"`` if it costs much.
         gain: The share of a step that a change would save, at most; from 0 to 1.
-        numbers: What that rests on.
+        numbers: The numbers behind it.
     """
 
     kind: str
@@ -241,8 +241,8 @@ class Straggler:
 
     Attributes:
         index: Index of the replica.
-        moves: Whether it is another replica from step to step: then it is not the device that is
-            slow, but what it is given, or the host.
+        moves: True if it is another replica from step to step: then its input or the host is slow,
+            not the device.
         excess: By how much longer than the mean the slowest replica computes, as a ratio.
         waste: Seconds per step by which the slowest replica computes longer than the mean.
     """

@@ -2,15 +2,15 @@
 
 Note [Modules that are called]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What a loop calls need not be the module that it was given: Lightning calls a method of its module,
+A loop need not call the module that the monitor was given: Lightning calls a method of its module,
 others call an encoder and a decoder, and with an optimizer alone there is no module to start from.
 So at first each module that may be called has hooks, and what is not called within another one is a
-forward. With the optimizer's first step the hooks of all others go, for they cost time. What is
-compiled gets no hooks within, where the compiler would see them.
+forward. With the optimizer's first step the hooks of all others go, for they cost time. A compiled
+module gets no hooks within, where the compiler would see them.
 
-Where no module was called by then (parameters without a module; a compiled module of which the
-monitor was given the original), all from one step of the optimizer to the first gradient counts as
-forward. Where no output had a gradient, the backward begins with that of a parameter.
+If no module was called by then, all from one step of the optimizer to the first gradient counts as
+forward. (There may be parameters without a module, or a compiled module of which the monitor has
+the original.) If no output had a gradient, the backward begins with that of a parameter.
 """
 
 from __future__ import annotations

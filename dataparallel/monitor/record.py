@@ -32,7 +32,7 @@ class ReplicaStep:
         index: Index of the replica within the process.
         device: Name of its device.
         samples: How many samples it got.
-        segments: What it did from the beginning of the step to its end, without gaps.
+        segments: The phases from the beginning of the step to its end, without gaps.
         host_bound: Seconds of its backward (of its forward, where there is none) in which its
             device waited for the host to issue work; 0 on the CPU.
     """
@@ -63,7 +63,7 @@ class StepRecord:
         time: When it began, in seconds since 1970.
         seconds: How long it took.
         samples: How many samples it had in this process.
-        replicas: What each replica did.
+        replicas: The record of each replica.
         calls: How many forwards it had.
     """
 

@@ -45,8 +45,8 @@ class RunInfo:
         num_threads: With how many threads torch computes an operator on the CPU.
         num_cpus: How many processors its processes on this machine may use; a quota may be a part
             of one.
-        wait_policy: What ``OMP_WAIT_POLICY`` says; empty where it says nothing.
-        is_hooked: Whether the module is no wrapper of this package, and watched by hooks.
+        wait_policy: The value of ``OMP_WAIT_POLICY``; empty if it is not set.
+        is_hooked: True if the module is no wrapper of this package, and hooks watch it.
         faster_option: The option of its optimizer that would make the step faster; empty if there
             is none.
     """
@@ -77,16 +77,16 @@ class RunState:
     """A run at one moment.
 
     Attributes:
-        job: What all ranks of a job have in common, and no other job has.
+        job: The name that all ranks of a job share, and no other job has.
         rank: Its rank among the processes.
         host: Name of the machine.
         pid: Its process.
-        number: Which of the monitors of its process watches it, from 0.
+        number: The number of the monitor among those of its process, from 0.
         time: The moment, in seconds since 1970.
         started: When watching began, likewise.
         num_steps: How many steps there were.
         num_samples: How many samples they had, in this process.
-        info: What does not change.
+        info: The facts that do not change.
         now: Per replica the phase in which it is, and for how many seconds already.
         totals: Per replica and phase the seconds of all steps so far.
         memory: Per replica, the bytes that torch's tensors occupy on its device; 0 on the CPU.

@@ -40,13 +40,13 @@ class StepMonitor:
     """Records in which phase each replica of a model is, step by step.
 
     A wrapper of this package tells the phases of its replicas itself, also where it is a part of
-    something else. Any other module, such as torch's ``DistributedDataParallel`` or
-    ``FullyShardedDataParallel``, or one that ``torch.compile`` or ``fully_shard`` has changed, is
-    watched by hooks and counts as one replica, on the device of its first parameter: what it
-    contains is its forward, with wrappers of this package in it. An optimizer stands for all
-    modules that hold its parameters. With torch's wrappers the all-reduce is a part of the
-    backward, and the gathering of sharded parameters of both. Parameters without a module have all
-    between the optimizer's step and the backward as forward. See Note [Modules that are called].
+    something else. Hooks watch any other module, such as torch's ``DistributedDataParallel`` or
+    ``FullyShardedDataParallel``, or one that ``torch.compile`` or ``fully_shard`` has changed. It
+    counts as one replica, on the device of its first parameter. Its contents are its forward, with
+    wrappers of this package in it. An optimizer stands for all modules that hold its parameters.
+    With torch's wrappers the all-reduce is a part of the backward, and the gathering of sharded
+    parameters of both. Parameters without a module have all between the optimizer's step and the
+    backward as forward. See Note [Modules that are called].
 
     Phases are marked with the host's clock, and on accelerators with events; nothing waits for a
     device once a with block has begun. See Note [Phases of a replica] and Note [Where a step ends].
@@ -65,7 +65,7 @@ class StepMonitor:
     Args:
         model: A wrapper, a module, or an optimizer.
         keep: How many steps are kept; older ones are forgotten. Default: 1000.
-        publish: Whether ``dataparallel monitor top --attach`` of the same user may watch. Default:
+        publish: True if ``dataparallel monitor top --attach`` of the same user may watch. Default:
             True.
         on_step: Called with each step's record, in the training thread. Default: nothing is;
             records are made when they are asked for, which takes less of the training thread.
@@ -236,7 +236,7 @@ class StepMonitor:
             monitor.export_chrome_trace("timeline.json.gz")
 
         Args:
-            path: Where to; compressed if the name ends with ``.gz``.
+            path: The path of the file; compressed if the name ends with ``.gz``.
 
         Returns:
             The file.

@@ -3,15 +3,15 @@
 Note [Parts of an optimizer]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Users see one optimizer: its ``param_groups`` and its ``state`` are what they read, what schedulers
-change and what checkpoints hold. A part is made for one step of some of the parameters: an
-optimizer of the class that was asked for, with the options that the groups have now, and with the
-state of these parameters, the very dicts of the one that users see.
+change and what checkpoints hold. A part is made for one step of some of the parameters. It is an
+optimizer of the wanted class, with the present options of the groups. Its state of these parameters
+is the very dicts of the optimizer that users see.
 
 Note [Optimizer in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 When the gradients of a bucket are in ``.grad``, reduced over all replicas and processes, the
 reducer calls ``step(parameters)``. The optimizer steps them and sets their gradients to None, while
-backward goes on with other buckets: gradients are never all alive, and the step costs no time of
+backward goes on with other buckets. So gradients are never all alive, and the step costs no time of
 its own. A backward no longer needs the values of parameters whose gradients are complete.
 """
 

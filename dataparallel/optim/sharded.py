@@ -1,9 +1,9 @@
 """An optimizer whose state is spread over the devices of the replicas.
 
 A shard on the device of its parameters steps the parameters themselves. A shard on another device
-brings the values there, next to the state, together with the gradients, steps these copies, writes
-the new values to the parameters and lets the copies go. So whoever changes parameters between steps
-need not tell anybody, and between steps the other devices hold nothing but state.
+brings the values there, next to the state, together with the gradients. It steps these copies,
+writes the new values to the parameters and lets the copies go. So whoever changes parameters
+between steps need not tell anybody, and between steps the other devices hold nothing but state.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
 2020, stage 1; there each process steps its share, here each device of one process.
@@ -46,11 +46,11 @@ class ShardedOptimizer(DividedOptimizer):
         optimizer.zero_grad()
 
     Args:
-        optimizer_class: What steps: a class of ``torch.optim`` except LBFGS, or one derived from
-            it, that updates each parameter from that parameter alone and keeps nothing else.
+        optimizer_class: A class of ``torch.optim`` except LBFGS, or one derived from it. It updates
+            each parameter from that parameter alone and keeps nothing else.
         model: A wrapper; each of its devices has a shard.
-        params: What the wrapped class takes as its first argument: parameters, named parameters,
-            or dicts, one per group. Default: ``model.parameters()``.
+        params: The first argument of the wrapped class: parameters, named parameters, or dicts, one
+            per group. Default: ``model.parameters()``.
         arguments: Keyword arguments of the wrapped class. A tensor among them is on the CPU.
 
     Attributes:
@@ -91,7 +91,7 @@ class ShardedOptimizer(DividedOptimizer):
                 anything is updated.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
         """
         loss = None
         if closure is not None:

@@ -7,8 +7,8 @@ that follows one whose gradients are reduced, as in torch: between two optimizer
 sent. Replicas of one process are another matter, see :data:`BufferPolicy`; they start from the
 buffers that arrived.
 
-An earlier forward may have saved a buffer for its backward. What arrives is mostly what was there,
-so its version counter is left alone, as torch does it, and that backward is no error.
+An earlier forward may have saved a buffer for its backward. The arriving values are mostly the old
+ones, so the version counter is left alone, as torch does it, and that backward is no error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
 #: statistics of the whole batch, and instance norm tracks them, so that all replicas write the
-#: same; of other buffers those of replica 0 are kept. With each of them ``torch.nn.SyncBatchNorm``
+#: same. Of other buffers those of replica 0 are kept. With each of them ``torch.nn.SyncBatchNorm``
 #: uses the statistics of the whole batch.
 BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 
@@ -205,7 +205,7 @@ class Members:
     Args:
         policy: With ``"sync"`` all of them are; else those of ``torch.nn.SyncBatchNorm``.
         processes: Those of the wrapper. Default: this one.
-        separate: Whether this process trains alone, whatever the default process group is.
+        separate: True if this process trains alone, whatever the default process group is.
         timeout: Seconds that a process waits for the others. Default: as in its group.
     """
 

@@ -4,15 +4,15 @@ Note [Recorded replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A graph does the same work in the same memory each time. So a recorded replica has memory of its own
 for inputs, outputs and their gradients. Parameters it reads where the replica's leaves are, which
-stay there, and buffers where they were when it was recorded. What the caller gets are copies.
+stay there, and buffers where they were when it was recorded. The caller gets copies.
 
 All that the host decides in forward is decided once. It is decided anew for other shapes, dtypes
-and values of arguments, in another mode (grad, inference, autocast), and when an attribute of a
-module is another object than before, as after ``eval()``. Arguments of a new kind run as usual the
-first time: libraries load their kernels then, which must not happen while a graph is recorded.
+and values of arguments, and in another mode (grad, inference, autocast). So it is when an attribute
+of a module is another object than before, as after ``eval()``. Arguments of a new kind run as usual
+the first time: libraries load their kernels then, which must not happen while a graph is recorded.
 
-The graphs of one replica share memory. What a forward has saved for its backward is there until the
-next replay, so a forward that comes between the two runs as usual.
+The graphs of one replica share memory. The saved tensors of a forward stay until the next replay,
+so a forward that comes between the two runs as usual.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Recorder:
     ) -> Sequence[Callable[..., Any]]:
         """Return the callables that take the place of the replicas for these arguments.
 
-        What is to be recorded is recorded here, in the calling thread, while no replica runs.
+        Recordings are made here, in the calling thread, while no replica runs.
         """
         if _devices.is_capturing(self._slots[0]):
             return replicas

@@ -311,7 +311,7 @@ class Comparison:
     """The expected results of a run, and the distance that counts as equal.
 
     Args:
-        expected: What the bare module gives.
+        expected: The results of the bare module.
         before: The attributes before all runs.
     """
 

@@ -10,10 +10,10 @@ prefix if all of them begin with it and no name of the module does.
 
 Note [Attributes of a wrapper]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What the wrapper lacks is read from its module, so it has to be written there, too: a new head that
-only the wrapper had would be read back, and neither run, trained nor saved. The wrapper's own are
-those that it has when its module is set, and those of its class. All others that the module has
-are the module's, and so is each module, parameter and buffer: the wrapper has no state.
+Attributes that the wrapper lacks are read from its module, so they have to be written there, too. A
+new head that only the wrapper had would be read back, and neither run, trained nor saved. The
+wrapper's own are those that it has when its module is set, and those of its class. All others are
+the module's, and so is each module, parameter and buffer: the wrapper has no state.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ``module.to`` does. Parameters on another accelerator raise an error at the first call.
         device_ids: One device per replica: ints, strings or ``torch.device``, repeats allowed.
             Default: every accelerator; without accelerators, one replica on the CPU.
-        output_device: Where the wrapper gathers outputs; ``-1`` is the CPU. With ``"each"`` it
+        output_device: The device of the gathered outputs; ``-1`` is the CPU. With ``"each"`` it
             returns a list, each replica's output on its own device. Default: the first device.
         dim: The batch dimension of inputs and outputs. Default: 0.
-        buffers: Which buffers the module keeps after a forward: ``"replica0"`` (default),
+        buffers: The buffers that the module keeps after a forward: ``"replica0"`` (default),
             ``"mean"`` or ``"sync"``; see :data:`dataparallel.parallel.buffers.BufferPolicy`.
-        scalars: What to make of 0-d outputs, such as a loss. ``"stack"`` (default): a vector with
+        scalars: The way to join 0-d outputs, such as a loss. ``"stack"`` (default): a vector with
             one element per replica, as in torch. ``"mean"``: one scalar, weighted by samples.
             ``"sum"``: their sum. A function of a chunk's arguments: its weight in the mean, such as
             the number of labels, as a number or a 0-d tensor (for which the host waits). If it
@@ -123,8 +123,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             argument whole to each replica. ``"samples"``: a list, an array or an object with one
             entry per sample is divided. ``"targets"`` names those of :meth:`loss`, too. Example:
             ``{"mask": None, 1: 1, "captions": "samples"}``.
-        out_dims: Batch dimension of outputs where it is not ``dim``: an int, or a tuple, list or
-            dict with an entry for each part of the output, such as ``(0, 1)`` for
+        out_dims: Batch dimension of outputs if it is not ``dim``: an int, or a tuple, list or dict
+            with an entry for each part of the output. An example is ``(0, 1)`` for
             ``nn.LSTM(batch_first=True)``, whose states have the batch in dim 1. ``None``: the part
             belongs to no sample, and the call returns that of replica 0. ``"samples"``: it has one
             entry per sample. ``"sum"``: the numbers or tensors of the replicas are added.
@@ -531,8 +531,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
             model.drop_replica(1)
 
         Args:
-            index: Which replica, from 1 on. Replica 0 stays: the module's own parameters and the
-                state of the optimizer are on its device.
+            index: The index of the replica, from 1 on. Replica 0 stays: the module's own parameters
+                and the state of the optimizer are on its device.
 
         Raises:
             ValueError: There is no such replica, or it is replica 0.
@@ -554,7 +554,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             model.add_replica("cpu")
 
         Args:
-            device: Where it computes; a device may have several replicas.
+            device: The device on which it computes; a device may have several replicas.
 
         Raises:
             TypeError: ``device`` is of another type.
@@ -726,7 +726,7 @@ def data_parallel(
         device_ids, output_device, dim, in_dims, out_dims: See :class:`DataParallel`.
 
     Returns:
-        What :class:`DataParallel` returns for the same call.
+        The result of :class:`DataParallel` for the same call.
 
     Raises:
         ValueError: As :class:`DataParallel` does.

@@ -33,7 +33,7 @@ _NAMED = {
     "model.loss": "{} with model.loss",
 }
 
-#: Why each kind of difference is there, and its remedy; the one to mend first is at the top.
+#: The reason for each kind of difference, and its remedy; the one to mend first is at the top.
 CAUSES = {
     "error": ("The wrapper refuses the batch, or the loss its output.", ""),
     "list": (
@@ -120,16 +120,16 @@ class Difference:
     Attributes:
         part: ``"outputs"``, ``"loss"``, ``"gradients"``, ``"input gradients"``, ``"buffers"``,
             ``"attributes"`` or ``"model.loss"``.
-        name: Of the parameter, buffer or attribute; or an expression such as ``output['logits']``.
+        name: A parameter, buffer or attribute; or an expression such as ``output['logits']``.
         kind: The cause: ``"time first"``, ``"batch norm"``, ``"buffer"``, ``"scalar"``,
             ``"no batch dimension"``, ``"number"``, ``"list"``, ``"object"``, ``"random"``,
             ``"coupled samples"``, ``"attribute"``, ``"error"`` or ``"unknown"``.
-        text: What was found.
+        text: The difference, in words.
         absolute: The largest difference of two elements; infinite for a value of another kind.
         relative: The same, over the largest element of what it should be.
         index: The first element that differs; None where there is none.
         why: The cause in words.
-        remedy: What to do.
+        remedy: The remedy.
         ranks: The processes in which it differs; none without a process group.
     """
 
@@ -178,11 +178,11 @@ class Verification:
     """The findings of :func:`dataparallel.verify`, which print as a table; true if all is equal.
 
     Attributes:
-        differences: What differs, sorted by cause.
+        differences: The differences, sorted by cause.
         compared: How many values were compared, by part.
         rtol: How much of the largest element of a tensor counts as rounding.
         where: The replicas.
-        notes: What else there is to know, such as which options were tried.
+        notes: Further facts, such as the options that were tried.
     """
 
     differences: Sequence[Difference]

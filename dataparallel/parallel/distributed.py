@@ -87,8 +87,8 @@ class Training:
 
     Attributes:
         processes: The links; None where there is no other process and no hook.
-        direct: Whether the module itself runs: there is nothing to reduce.
-        recorder: What records the replicas in graphs, if anything does.
+        direct: True if the module itself runs: there is nothing to reduce.
+        recorder: The recorder of the replicas in graphs, if there is one.
     """
 
     def __init__(self, model: DistributedDataParallel[Any]) -> None:
@@ -237,8 +237,8 @@ class Training:
         try:
             self.reducer.read_vote()
         except (CollectiveError, CollectiveTimeout) as error:
-            # With new links all find out who was given that round. Who needs nobody goes on
-            # without those that have ended.
+            # With new links all find out who was given that round. A process that needs nobody goes
+            # on without those that have ended.
             kind = "" if error.failure is None else error.failure.kind
             if (kind != "late") if needs_others else (kind in ("raised", "late", "skipped")):
                 raise
@@ -300,9 +300,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     A process may have several devices, and a single process needs no process group. The replicas
     compute with parameters of their own. While backward still runs, the reducer adds their
     gradients bucket by bucket, all-reduces the buckets over the processes, and adds them to
-    ``.grad`` of the module's own parameters; within a context of
-    :mod:`dataparallel.distributed_autograd` to the gradients of the context instead. Several
-    threads may call the wrapper: their forwards run one after another, one backward at a time.
+    ``.grad`` of the module's own parameters. Within a context of
+    :mod:`dataparallel.distributed_autograd` it adds them to the gradients of the context instead.
+    Several threads may call the wrapper: forwards run one after another, one backward at a time.
 
     Example::
 
@@ -331,19 +331,19 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         average: ``"processes"`` (default): the mean over processes, as in torch. ``"samples"``: a
             process counts by its samples, or by the weights of its chunks if ``scalars`` is a
             function. ``"none"``: the sum.
-        deterministic: Whether the reducer adds in rank order, so that the sum does not depend on
+        deterministic: True if the reducer adds in rank order, so that the sum does not depend on
             ``bucket_cap_mb``. Not together with communication hooks. Default: False.
         timeout: Seconds that a collective waits for other processes. Default: the time limit of the
             process group.
-        nonfinite: What to do with a NaN or an infinity in a gradient of any replica of any process.
+        nonfinite: The action for a NaN or an infinity in a gradient of any replica of any process.
             ``"ignore"`` (default): nobody looks. ``"skip"``: ``.grad`` is None in all processes, so
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
             forward left them.
-        capture: Whether to record each replica's forward and backward in CUDA graphs, which launch
-            all kernels at once: for models that wait for the host. The module reads nothing back,
-            has no hooks, and gets few shapes of inputs, else its forward raises a RuntimeError or
-            runs as usual, see "CUDA graphs" in the documentation. Default: False.
+        capture: True to record each replica's forward and backward in CUDA graphs, which launch all
+            kernels at once: for models that wait for the host. The module reads nothing back, has
+            no hooks, and gets few shapes of inputs, else its forward raises a RuntimeError or runs
+            as usual, see "CUDA graphs" in the documentation. Default: False.
         output_device, dim, buffers, scalars, in_dims, out_dims: See :class:`DataParallel`.
 
     Attributes:
@@ -647,7 +647,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             model.register_comm_hook(PowerSGDState(None), powerSGD_hook)
 
         Args:
-            state: What the hook is called with; for a name, the process group.
+            state: The first argument of the hook; for a name, the process group.
             hook: ``hook(state, bucket)`` that returns a future of the bucket's content; or
                 ``"allreduce"``, ``"fp16_compress"``, ``"bf16_compress"`` or ``"noop"``.
 
@@ -673,8 +673,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     ) -> InBackwardOptimizers:
         """Take an optimizer's step for each bucket as soon as it is reduced, within backward.
 
-        Gradients are freed at once, so they never take as much memory as the parameters. What
-        torch's ``_apply_optimizer_in_backward`` left on the parameters is picked up without this.
+        Gradients are freed at once, so they never take as much memory as the parameters. The
+        wrapper finds the optimizers of torch's ``_apply_optimizer_in_backward`` without this.
 
         Example::
 
@@ -810,11 +810,11 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         wait for those that have joined: it needs ``throw_on_early_termination``.
 
         Args:
-            divide_by_initial_world_size: Whether gradients are always divided by the number of all
+            divide_by_initial_world_size: True to divide gradients always by the number of all
                 processes, with ``average="processes"``. False: by the number of those that have
                 inputs, with communication hooks, too. Default: True.
-            enable: Whether inputs may be uneven at all. Default: True.
-            throw_on_early_termination: Whether all processes raise a RuntimeError as soon as one
+            enable: True if inputs may be uneven at all. Default: True.
+            throw_on_early_termination: True if all processes raise a RuntimeError as soon as one
                 has no more. Default: False.
             step: Called in a process that has no more after each round of the others, with its
                 gradients alone in ``.grad``, to do what the loop does then: clipping, the

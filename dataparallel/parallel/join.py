@@ -3,8 +3,7 @@
 Note [A process that has joined]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 All processes have to launch the same collectives. One that has no inputs left stays at the end of
-the ``with`` block, and does for each forward of the others what that does together with them, until
-all have come there:
+the ``with`` block. It does its part in each forward of the others, until all have come there:
 
     others: who is there?, buffers, forward, backward whose gradients are reduced: a round
     joined: who is there?, buffers,          if they will be reduced: a round without gradients
@@ -13,10 +12,10 @@ So within the block one backward follows each forward whose gradients are reduce
 those of the largest rank that has inputs, since the others' are out of date. At the end all get the
 parameters and buffers of a process that joined last.
 
-What a round gave is in ``.grad`` of a joined process, too, until all have joined. Whoever makes the
-optimizer's step there needs it: ``step``, or an optimizer that joins with the model, as torch's
-``ZeroRedundancyOptimizer``, where the process has to make the step of its own shard. Afterwards
-``.grad`` is what it was.
+The gradients of a round are in ``.grad`` of a joined process, too, until all have joined. Whoever
+makes the optimizer's step there needs it: ``step``, or an optimizer that joins with the model, as
+torch's ``ZeroRedundancyOptimizer``, where the process has to make the step of its own shard.
+Afterwards ``.grad`` is what it was.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Note [What a loss divides by]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The mean over a batch is not the mean of the means over its chunks: chunks may be uneven, targets
 may be ignored, classes may be weighted. Every chunk therefore yields a numerator (the sum of its
-losses) and a denominator (what torch's criterion would divide that sum by), and the loss of the
-batch is the sum of the numerators over the sum of the denominators.
+losses) and a denominator (torch's divisor of that sum). The loss of the batch is the sum of the
+numerators over the sum of the denominators.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """The comparison of a wrapper with the bare module: both run on copies.
 
-Whether all replicas have the same parameters is another question, see ``check_replicas``.
+It does not check if all replicas have the same parameters, see ``check_replicas``.
 
 Note [How a cause is found]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Numbers that differ do not tell why. So :func:`verify` tries remedies: options that the layers, the
 batch and the outputs suggest. An option with which fewer values differ is kept, and its reason is
 the cause of those that it has put right. For what is left, the module runs on the chunks, one after
-another, without a wrapper. Where that gives what the wrapper gave, splitting the batch is the
-cause. Where nothing explains a difference, it is a defect of this package.
+another, without a wrapper. If that gives the wrapper's results, splitting the batch is the cause.
+If nothing explains a difference, it is a defect of this package.
 
 Note [What processes are compared with]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Each process runs the bare module on its own batch. Of their gradients the wrapper promises an
-average or a sum, which is computed here in another way: one plain all-reduce for each gradient.
+Each process runs the bare module on its own batch. The wrapper promises an average or a sum of
+their gradients, which is computed here in another way: one plain all-reduce for each gradient.
 Batch norm over processes has no bare module: there it is one replica in each process. The options
 are tried in each process by itself. At the end all get the differences of all.
 """
@@ -105,8 +105,8 @@ def verify(
         device_ids: The replicas of a module that is no wrapper. Default: all accelerators.
         rtol: How much of the largest element of a tensor is rounding. Default: the root of the
             machine epsilon, which is half of the digits, of the coarsest dtype that computes.
-        atol: What is rounding in any case. Default: a hundredth of ``rtol`` of the largest element
-            of all tensors of a part, such as all gradients.
+        atol: The difference that is rounding in any case. Default: a hundredth of ``rtol`` of the
+            largest element of all tensors of a part, such as all gradients.
         kwargs: Keyword arguments of the module.
 
     Returns:
@@ -114,7 +114,7 @@ def verify(
 
     Raises:
         ValueError: ``device_ids`` is given for a wrapper, which has its own.
-        BaseException: What the bare module raises.
+        BaseException: The error of the bare module.
     """
     if isinstance(model, DataParallel) and device_ids is not None:
         raise ValueError(

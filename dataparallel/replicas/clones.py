@@ -4,34 +4,34 @@ Note [Clones follow the original]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A clone is an object of the original's class that is filled before a forward with the original's
 attributes: hooks, submodules, flags and everything that the user has set since. Tensors and modules
-in them are replaced by the replica's own. After a forward that succeeded, what replica 0 assigned
-to itself is assigned to the original, as if the original itself had run: this is what "replica 0
-is the wrapped module" means where gradients need a clone. What other replicas assign to themselves
-is dropped, as in ``torch.nn.DataParallel``; a tensor without history that differs is warned of.
+in them are replaced by the replica's own. After a forward that succeeded, attributes that replica 0
+assigned to itself are assigned to the original, as if that had run. This is the meaning of "replica
+0 is the wrapped module" when gradients need a clone. Assignments of other replicas to themselves
+are dropped, as in ``torch.nn.DataParallel``; the log warns of different tensors without history.
 
 Note [Results in attributes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A tensor that requires grad, and that the forward has assigned to an attribute, is a result of the
-forward as its outputs are: the auxiliary loss of a mixture of experts, the commitment loss of a
-quantizer. The caller may use it in the loss. So the tensors of all replicas go through the cut with
-the outputs, are put together by the same rules, and the module gets what comes of it. What cannot
-be put together is that of replica 0; its gradient goes there if all replicas have the same, else it
+A forward may assign a tensor that requires grad to an attribute. It is a result of the forward as
+its outputs are: the auxiliary loss of a mixture of experts, the commitment loss of a quantizer. The
+caller may use it in the loss. So the tensors of all replicas go through the cut with the outputs,
+are put together by the same rules, and the module gets what comes of it. If tensors cannot be put
+together, that of replica 0 counts; its gradient goes there if all replicas have the same, else it
 is an error. Without gradients nothing tells results from what a module keeps for its next forward:
 there, results are what earlier forwards have shown to be some.
 
 Note [Standing clones]
 ~~~~~~~~~~~~~~~~~~~~~~
-Where parameters have edges to the originals, the objects are new at each forward, because the graph
-of an earlier forward may still need the old ones as they were: activation checkpointing runs a
-clone's forward again in backward. Where they are leaves, which stay the same, the objects stay, as
-with the bare module. They are filled again only if something has changed: an attribute, parameter,
-buffer or submodule of the original or of a clone is another object than before, a container that
-held nothing but numbers and names, such as an empty table of hooks, holds something else, or a
-module is of another class. Modules with attributes that may lead to tensors or modules are filled
-anew each time, unless only what ``torch.compile`` has made leads there, and to modules alone.
+If parameters have edges to the originals, the objects are new at each forward. The graph of an
+earlier forward may still need the old ones as they were: activation checkpointing runs a clone's
+forward again in backward. If they are leaves, which stay the same, the objects stay, as with the
+bare module. They are filled again only if something has changed. An attribute, parameter, buffer or
+submodule of the original or of a clone may be another object than before. A container that held
+only numbers and names, such as an empty table of hooks, may hold something else. Or a module may be
+of another class. Modules with attributes that may lead to tensors or modules are filled anew each
+time, unless only what ``torch.compile`` has made leads there, and to modules alone.
 
 Each replica has its own copies of lists, dicts and sets in attributes; two modules that have one
-container have one copy. What replica 0 does to its copy is done to the original's own container.
+container have one copy. Changes of replica 0 are made in the original's own container, too.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def is_spread(module: nn.Module) -> bool:
 def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Move a module to its first device: from the CPU, and where it is the only one from anywhere.
 
-    Parameters stay the objects that they are, so an optimizer made before goes on with them. What
-    somebody has put on another accelerator is left there, for :func:`check_placement` to refuse.
+    Parameters stay the objects that they are, so an optimizer made before goes on with them. A
+    tensor on another accelerator is left there, for :func:`check_placement` to refuse.
     """
     there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     first = devices[0]
@@ -288,8 +288,8 @@ class ModuleClones:
     Args:
         module: The original.
         devices: One device per slot.
-        buffer_sharing: Whose buffers are the original's. Default: those of the first replica on
-            the original's device.
+        buffer_sharing: The replicas whose buffers are the original's. Default: those of the first
+            replica on the original's device.
         leaves: The parameters of the clones, in the order of ``module.parameters()``. Default:
             tensors with gradient edges to the originals, new at each forward.
         dress: Called with the parts of the original, and for each replica from the id of an
@@ -529,7 +529,7 @@ class ModuleClones:
         """Set buffers that replicas wrote, or all assigned anew, to what ``merge`` makes of theirs.
 
         Batch norm writes its statistics without counting a version, so while a module trains,
-        elements that differ count, too: replicas whose buffers are merged have them in memory of
+        elements that differ count, too. Replicas whose buffers are merged have them in memory of
         their own. They are compared where they are, so that the host waits for no device.
         """
         assert self._parts is not None
@@ -842,9 +842,9 @@ def substitute(
 ) -> Any:
     """``value`` with every tensor and module in it replaced by what ``replace`` makes of it.
 
-    Bound methods, partial functions, functions (what they close over, defaults of arguments,
-    attributes), weak references and containers of those are followed, everything else is kept, and
-    so is an object in which nothing was replaced. Otherwise it is a new one of the same type.
+    It follows bound methods, partial functions, functions (closures, defaults of arguments,
+    attributes), weak references and containers of those. It keeps everything else, and each object
+    in which nothing was replaced. Otherwise it is a new one of the same type.
     """
     if not may_refer(value) or id(value) in inside:
         return value

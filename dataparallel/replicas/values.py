@@ -2,11 +2,12 @@
 
 Note [What counts as a change]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A copy is stale when the original was replaced (another object, another memory address), written in
-place (version counter), converted or frozen (dtype, shape, ``requires_grad``), or stepped by an
-optimizer; an optimizer may write through ``.data``, which bumps no counter, so its step always
-counts. All other writes through ``.data`` are found by comparing checksums of the values, where
-nothing else has called for a copy. Slots that share the original's memory cannot be stale.
+A copy is stale when the original was replaced (another object, another memory address) or written
+in place (version counter). So it is when that was converted or frozen (dtype, shape,
+``requires_grad``), or stepped by an optimizer. An optimizer may write through ``.data``, which
+bumps no counter, so its step always counts. All other writes through ``.data`` are found by
+comparing checksums of the values, where nothing else has called for a copy. Slots that share the
+original's memory cannot be stale.
 
 To read a checksum the host waits for the device. It does so for the first few, and when the module
 was put from training into evaluation or back, where averaged weights are swapped in. Otherwise the
@@ -16,12 +17,12 @@ are compared at once.
 
 Note [Leaves of the replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Where gradients are reduced, each replica has its own leaf for each parameter of the module, with
-its own ``.grad``. On the device of the original a leaf shares the original's memory and version
-counter, so an optimizer step serves all such replicas at once, and one between forward and backward
-raises the error that the bare module raises. Elsewhere, and where the replicas compute in another
-dtype, leaves have memory of their own that is written in place when the originals have changed;
-that counts as a write to them, too.
+If gradients are reduced, each replica has its own leaf for each parameter of the module, with its
+own ``.grad``. On the device of the original a leaf shares the original's memory and version
+counter, so an optimizer step serves all such replicas at once. A step between forward and backward
+raises the error that the bare module raises. Elsewhere, and if the replicas compute in another
+dtype, leaves have memory of their own. It is written in place when the originals have changed,
+which counts as a write to them, too.
 
 Replica 0 has leaves of its own as well. The originals' ``.grad`` is then touched by nothing but the
 reduced gradient, and hooks on the originals see that, once.
@@ -153,10 +154,10 @@ class Values:
 
     Args:
         devices: One device per slot.
-        sharing: Which slots use the same memory.
-        dtype: What floating-point tensors are converted to. Default: as the originals are.
-        in_place: Whether copies stay the same objects. Otherwise a new one is made for each
-            change, because an earlier graph may still need the old values.
+        sharing: The slots that share memory.
+        dtype: The dtype of the copies of floating-point tensors. Default: as the originals are.
+        in_place: True if copies stay the same objects. Otherwise a new one is made for each change,
+            because an earlier graph may still need the old values.
         states: Those of the tensors, where somebody else takes them before each update. Default:
             the update does.
     """
@@ -339,7 +340,7 @@ class ReplicaParameters:
     Args:
         originals: Parameters of the module, all on ``devices[0]``.
         devices: One device per replica.
-        dtype: What floating-point leaves are converted to. Default: as the originals are.
+        dtype: The dtype of floating-point leaves. Default: as the originals are.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 Note [The streams of a replica]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The current stream of a device is thread-local. In a replica's thread it is made the caller's
-current stream of that device, so what the caller queued before the call comes first, and what it
-queues on the outputs comes after: all of it is on one stream, and no event is needed.
+current stream of that device. So the caller's work before the call comes first, and its work on the
+outputs comes after. All of it is on one stream, and no event is needed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parallel_apply(
 
     Raises:
         ValueError: The lengths disagree, or a device does not exist.
-        BaseException: What a module raised, with "in replica i on device d" added; of several the
+        BaseException: The error of a module, with "in replica i on device d" added; of several the
             one of the lowest index.
     """
     none = [None] * len(modules)
@@ -104,7 +104,7 @@ _LONG = 0.25
 class Pace:
     """A measurement of whether the replicas of one owner take less time in turn.
 
-    Where a module calls many small operators, the threads of its replicas mostly wait for the
+    If a module calls many small operators, the threads of its replicas mostly wait for the
     interpreter's lock, and hand it over at each operator. In turn they keep it. Backward needs the
     lock where code is compiled, or functions are written in Python. Nobody sees that in a module,
     so the pace times some calls either way, and keeps the faster way.

@@ -5,7 +5,7 @@ Note [Compiling alone]
 While one thread compiles, a flag of ``torch.fx`` makes compiled functions that other threads call
 raise, methods of ``nn.Module`` are patched, and ``torch.compiler.is_compiling()`` is true for
 everybody. So whoever compiles holds the lock alone that running replicas share, see Note [State of
-the process] in ``threads/exclusive.py``. What takes it stands in the place of torch's own lock,
+the process] in ``threads/exclusive.py``. The lock here stands in the place of torch's own lock,
 which only keeps two threads from compiling at the same time.
 
 Whoever compiles in the thread of a replica gets torch's own random generators, since the compiler

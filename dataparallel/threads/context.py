@@ -5,14 +5,14 @@ with grad mode alone, a ``torch.autocast(dtype=torch.bfloat16)`` silently become
 
 Note [What is thread-local]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Carried by :class:`ThreadContext`: grad mode, inference mode, forward-mode AD, view replay,
-multithreaded backward, autocast of every device type (enabled, dtype, cache, nesting), the stacks
-of function modes (a default device is one) and dispatch modes, whether ``__torch_function__`` is
-disabled, saved-tensor hooks, contextvars, current streams and the denormal mode of the CPU.
-Anomaly mode, deterministic algorithms, the default dtype, the SDPA switches and the level of
-forward-mode derivatives are process-wide: Note [State of the process] in ``threads/exclusive.py``.
-functorch transforms and ``torch.jit.trace`` cannot be carried: where they make :func:`is_portable`
-False, the replicas run in the calling thread.
+:class:`ThreadContext` carries grad mode, inference mode, forward-mode AD, view replay,
+multithreaded backward and autocast of every device type (enabled, dtype, cache, nesting). It
+carries the stacks of function modes (a default device is one) and dispatch modes, and disabled
+``__torch_function__``. It also carries saved-tensor hooks, contextvars, current streams and the
+denormal mode of the CPU. Anomaly mode, deterministic algorithms, the default dtype, the SDPA
+switches and the level of forward-mode derivatives are process-wide: Note [State of the process] in
+``threads/exclusive.py``. functorch transforms and ``torch.jit.trace`` cannot be carried: where they
+make :func:`is_portable` False, the replicas run in the calling thread.
 
 Note [The autocast cache is shared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -33,7 +33,7 @@ Note [Intra-op threads of one thread]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``torch.set_num_threads`` changes more than the calling thread: later threads, and MKL in the whole
 process. So the libraries that torch has loaded are asked directly: ``omp_set_num_threads`` (by
-OpenMP's definition per thread) and MKL's ``MKL_Set_Num_Threads_Local``. Where they are not found,
+OpenMP's definition per thread) and MKL's ``MKL_Set_Num_Threads_Local``. If they are not found,
 replica threads keep the process's setting: right results, more threads than cores.
 
 The threads that have helped the caller with an operation, if only a small softmax, then spin for

@@ -2,7 +2,7 @@
 
 Note [Random numbers in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Of several replicas, each has a CPU generator of its own, and one for every accelerator that several
+Each of several replicas has a CPU generator of its own, and one for every accelerator that several
 slots share. Whichever replica first draws takes one number from the caller's CPU generator, the
 seed of the call, and the generator of replica i is seeded from that and i. So one
 ``torch.manual_seed`` fixes everything whatever the timing, and a call that draws nothing leaves the
@@ -30,7 +30,7 @@ the thread draws from. ``torch.default_generator`` itself stays.
 
 The backward of accelerators runs in one thread of the autograd engine per device, so several
 recomputations may set the one CPU generator at the same time. In those threads the stand-in keeps a
-generator per thread, from the first ``set_state`` in a node until that node ends: the engine then
+generator per thread, from the first ``set_state`` in a node until that node ends. The engine then
 restores the thread's dispatch keys, which switches the generator off.
 """
 

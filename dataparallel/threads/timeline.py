@@ -2,7 +2,7 @@
 
 Note [Phases of a replica]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-What wraps a module says when a phase begins and ends, for one replica or for all of them:
+The wrapper of a module says when a phase begins and ends, for one replica or for all of them:
 
     scatter                  inputs, parameters and buffers go to the replicas
     forward                  the module computes
@@ -18,7 +18,7 @@ What wraps a module says when a phase begins and ends, for one replica or for al
 
 Spans may lie within each other; the innermost one counts. The last two, and ``loss`` of the caller,
 are what lies between the spans. On an accelerator a span begins and ends with an event on the
-stream that the thread uses, so that nothing waits for the device; on the CPU with the host's clock.
+stream that the thread uses, so nothing waits for the device. On the CPU the host's clock counts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Span:
         replicas: Indices of the replicas.
         begin: When it began, in nanoseconds of ``time.perf_counter_ns``.
         end: When it ended; 0 before that.
-        failed: Whether an exception ended it.
+        failed: True if an exception ended it.
         begin_events: Per replica an event on its device, None for the CPU; empty where all replicas
             are on the CPU.
         end_events: Likewise.
@@ -196,8 +196,8 @@ class Timeline:
         self._backward = task
         span = self.span("backward")
         span.__enter__()
-        # Not called where the backward fails: then there is no span either. What torch's DDP waits
-        # for at the end is queued later than this, so it queues itself once more.
+        # Not called where the backward fails: then there is no span either. The work that torch's
+        # DDP waits for at the end is queued later than this, so it queues itself once more.
         end = functools.partial(span.__exit__, None, None, None)
         later = torch_internals.when_backward_ends
         later(functools.partial(later, end))

@@ -1,8 +1,8 @@
 """A c10d backend for tensors on virtual devices only, as NCCL is one for those on CUDA devices.
 
-Its habits are NCCL's: CPU tensors are refused, one device per collective, dense tensors; the wait
-for a collective orders streams and does not block the host; and an error comes later, in
-``work.exception()`` and in the next collective. Where the default group is bound to a device, other
+Its habits are NCCL's. It refuses CPU tensors, and takes dense tensors, one device per collective.
+The wait for a collective orders streams and does not block the host. An error comes later, in
+``work.exception()`` and in the next collective. If the default group is bound to a device, other
 groups are split from it, for which all its processes have to come. Other than with NCCL, several
 ranks may use devices of one number, since they are not the same memory, and nothing ends the
 process.

@@ -83,8 +83,8 @@ def _begin(rank: int, world_size: int, path: str) -> None:
     """Become a worker: it serves the others until its process ends."""
     # As gloo, it would else look up the machine's name, and listen to the network.
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
-    # A nested call keeps a thread of each worker on its way; and a worker with other transports
-    # looks for messages all the time, on the cores that the others need.
+    # A nested call keeps a thread of each worker on its way. A worker with other transports looks
+    # for messages all the time, on the cores that the others need.
     options = torch_rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{path}", rpc_timeout=30.0, num_worker_threads=64, _transports=["uv"]
     )

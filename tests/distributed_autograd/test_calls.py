@@ -208,8 +208,8 @@ def test_a_long_chain() -> None:
             state = state + rpc_sync("worker1", tenth, (state,))
         native = current_context()
         assert native is not None
-        # A peer that was told nothing yet: all that is known. What was computed from consecutive
-        # messages is one run of them.
+        # A peer that was told nothing yet: all that is known. The results of consecutive messages
+        # are one run of them.
         sent = native.send([], 99)
         assert sent is not None and len(sent[1]) <= CALLS * (4 + 4)
         backward(context_id, [state.sum()])

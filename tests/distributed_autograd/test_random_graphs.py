@@ -1,6 +1,6 @@
 """Random programs over workers have the gradients that ordinary autograd has in one process.
 
-A program is a seed: each body draws its next step while it runs, from what it has by then, and so
+A program is a seed. Each body draws its next step while it runs, from what it has by then, and so
 draws the same over workers as in one process.
 """
 

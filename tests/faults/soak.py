@@ -64,11 +64,11 @@ class Summary:
     Attributes:
         seconds: From the first start to the last line.
         done: Steps that are done.
-        faults: What has happened: "kind rank step".
+        faults: The faults so far: "kind rank step".
         restarts: How often torchrun started the processes again.
         lost: Per time that process 0 loaded, how many steps had to be made again.
         gaps: Seconds between the two steps around each of these.
-        digests: Of weights and statistics in the end, per process.
+        digests: The digests of weights and statistics in the end, per process.
     """
 
     seconds: float

@@ -2,7 +2,7 @@
 
 It does what a user's script would: it makes the process group, loads what was saved, trains, and
 saves. After an error it loads again, in the same process; if that fails too, it ends, and torchrun
-starts all processes anew. What it does goes into a journal in its folder, a JSON object per line.
+starts all processes anew. Its events go into a journal in its folder, a JSON object per line.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class Settings:
     """The settings of a training.
 
     Attributes:
-        folder: Where everything is that stays: the journal, the generations on the disk.
+        folder: The place of everything that stays: the journal, the generations on the disk.
         steps: How many steps the training has.
-        plan: Which faults happen.
-        memory: Where every step is saved: a folder in memory. Default: nowhere.
+        plan: The faults of the run.
+        memory: The place of every step's save: a folder in memory. Default: nowhere.
         pace: Seconds that a step takes at least; the processor waits, as for an accelerator.
         disk_every: Steps between two generations on the disk.
         timeout: Seconds that a process waits for the others.

@@ -21,8 +21,8 @@ from dataparallel.kernels.native import cache_directory
 
 _HEADERS = Path(__file__).parent / "host"
 
-# Products and sums are rounded one by one, as with the options for NVIDIA's compilers. What C++
-# does not define, above all an address that is not a multiple of what it has to be, ends the
+# Products and sums are rounded one by one, as with the options for NVIDIA's compilers. Undefined
+# behavior of C++, above all an address that is not a multiple of what it has to be, ends the
 # process.
 _FLAGS = (
     "-std=c++20",
@@ -54,7 +54,7 @@ class HostBackend(Backend):
     Args:
         schedule: The order in which the threads of a block run: 0 forwards, 1 backwards, others
             shuffled.
-        blocks: What :meth:`most_blocks` says: few, so that every kernel has to loop.
+        blocks: The answer of :meth:`most_blocks`: few, so that every kernel has to loop.
 
     Attributes:
         launches: The names of the kernels that were launched, in order.
@@ -107,7 +107,7 @@ def library_of(text: str, name: str) -> ctypes.CDLL:
 
     Args:
         text: Their source, with all that it includes.
-        name: Of the file, for a reader of error messages.
+        name: The name of the file, for a reader of error messages.
     """
     text = f'#include "{_header()}"\n{text}'
     path = _cached(text) / f"{name}.so"

@@ -35,10 +35,10 @@ def guarded(
     """A copy of a dense tensor, with its strides, directly at a page that may not be touched.
 
     Args:
-        side: Whether the copy ends at such a page or begins at one. At an end its alignment is that
-            of its size.
+        side: True if the copy ends at such a page, not if it begins at one. At an end its alignment
+            is that of its size.
         offset: How many elements from the page it lies, to have all alignments at a begin.
-        read_only: Whether writes to the copy are caught too.
+        read_only: True to catch writes to the copy too.
     """
     page, size = mmap.PAGESIZE, values.element_size()
     distance = offset * size

@@ -207,7 +207,7 @@ class Program:
         seed: From which it is made, and from which its numbers are.
         processes: How many processes run it.
         replicas: How many replicas our wrapper has in each.
-        virtual: Whether these are on virtual devices. What it is compared with is on the CPU.
+        virtual: True if these are on virtual devices. The reference is on the CPU.
     """
 
     def __init__(self, seed: int, processes: int, replicas: int, *, virtual: bool = False) -> None:

@@ -83,10 +83,10 @@ class Out:
 class Averaged(nn.Module):
     """The work of a wrapper, in the plainest way.
 
-    After each backward through an output whose forward was not in `no_sync`, the gradients that any
-    rank has changed since the last such backward become the means over the ranks; but nothing does
-    after a backward that changes no gradient in any rank. Hooks after accumulation run in all ranks
-    for a parameter that any rank has used.
+    After each backward through an output whose forward was not in `no_sync`, changed gradients
+    become the means over the ranks. These are the gradients that any rank has changed since the
+    last such backward. Nothing changes after a backward that changes no gradient in any rank. Hooks
+    after accumulation run in all ranks for a parameter that any rank has used.
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:

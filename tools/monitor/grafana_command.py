@@ -1,7 +1,7 @@
 """The command `monitor grafana`: print a dashboard for the metrics of `monitor serve`.
 
-The form is the classic one of a dashboard, which Grafana imports from version 10 on. Where the data
-come from, which machines and which ranks are shown are variables of the dashboard.
+The form is the classic one of a dashboard, which Grafana imports from version 10 on. The source of
+the data, the machines and the ranks are variables of the dashboard.
 """
 
 from __future__ import annotations

@@ -474,7 +474,7 @@ def draw_step(
 ) -> None:
     """Draw a step: one row per replica, one bar per segment, and the phases above.
 
-    Of several ranks the steps come with what stands before the names of their replicas.
+    The steps of several ranks come with the text before the names of their replicas.
     """
     ranks = [("", step)] if isinstance(step, StepRecord) else list(step)
     rows = [(prefix, replica) for prefix, record in ranks for replica in record.replicas]

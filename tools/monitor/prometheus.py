@@ -3,10 +3,10 @@
 Note [Metrics of Prometheus]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Names follow Prometheus's rules: base units at the end, ``_total`` for counters, and the same labels
-on all series of a metric. What is not available has no series, so that averages stay right. A label
+on all series of a metric. An unavailable value has no series, so that averages stay right. A label
 that does not apply is empty, which is the same as if it were not there. A series that comes and
-goes, such as a reason for being slowed down, stays with 0 once it has been seen, and a device that
-is lost keeps ``dataparallel_device_up`` with 0, and a run that is gone ``dataparallel_run_up``.
+goes, such as a reason for being slowed down, stays with 0 once it has been seen. A lost device
+keeps ``dataparallel_device_up`` with 0, and a run that is gone ``dataparallel_run_up``.
 
 Series of runs have labels for what tells runs from each other: ``rank``, ``model``, and once there
 have been several jobs ``job``. Prometheus itself has a label of that name, and stores ours as

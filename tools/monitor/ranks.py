@@ -4,12 +4,12 @@ Note [Which rank is slow]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Ranks that reduce gradients together take the same time for a step, for the fast ones wait. So a
 rank is judged by its own time: that of a step without the waiting for other processes. It is put
-beside the median of the other ranks, as a whole and phase by phase; the phase in which a slow rank
-takes longest beyond the others is the one that is named. Where the phases do not account for half
-of the difference, ranks are late by chance, and none is named.
+beside the median of the other ranks, as a whole and phase by phase. The named phase is the one in
+which a slow rank takes longest beyond the others. If the phases do not account for half of the
+difference, ranks are late by chance, and none is named.
 
-Where no rank tells how long it waits (in modules that reduce within their backward) the waiting is
-part of the backward, so that this phase says nothing of a rank.
+If no rank tells how long it waits (in modules that reduce within their backward) the waiting is
+part of the backward. Then this phase says nothing of a rank.
 """
 
 from __future__ import annotations

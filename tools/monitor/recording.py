@@ -7,8 +7,8 @@ recorder. Each further line is one :meth:`Sample.to_json`.
 
 When a file has its greatest size the recorder renames ``FILE.1`` to ``FILE.2`` and ``FILE`` to
 ``FILE.1``, and begins ``FILE`` anew, so higher numbers are older. Parts of one recording have the
-same ``"recording"`` in their headers. Where a recorder has continued a recording, an empty line
-ends what may be cut off before it, and ``elapsed`` begins at 0 again.
+same ``"recording"`` in their headers. If a recorder has continued a recording, an empty line ends a
+line that may be cut off before it. Then ``elapsed`` begins at 0 again.
 
 The reader passes over a line that is no sample, such as one that a crash has cut off, and tells it.
 """
@@ -137,8 +137,8 @@ def read_header(path: Path) -> dict[str, Any]:
 def times_of(samples: Sequence[Sample]) -> list[float]:
     """Seconds from the first sample to each, on an axis that never goes backwards.
 
-    Where a recording was continued and ``elapsed`` begins anew the clock on the wall tells; where
-    that was set back, no time passes.
+    If a recording was continued and ``elapsed`` begins anew, the clock on the wall tells; if that
+    was set back, no time passes.
     """
     found = [0.0] * len(samples)
     for i, (before, now) in enumerate(itertools.pairwise(samples)):

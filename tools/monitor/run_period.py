@@ -19,7 +19,7 @@ class RunPeriod:
     Attributes:
         places: For each state, which sample it is in.
         states: The oldest first; at least one.
-        is_whole: Whether the run began within the recording, so that all of it is known.
+        is_whole: True if the run began within the recording, so that all of it is known.
     """
 
     places: tuple[int, ...]

@@ -25,7 +25,7 @@ class RunWatch:
     With a ``pid`` only this process is watched; without, runs of all processes come and go.
 
     Attributes:
-        latest: What was told last, by job and rank.
+        latest: The last states, by job and rank.
     """
 
     def __init__(self, ask: Callable[[], Answers], pid: int | None = None) -> None:

@@ -74,9 +74,9 @@ class MonitorServer(ThreadingHTTPServer):
     Args:
         host: Name or address of the interface.
         port: Its port; 0 for any that is free.
-        routes: What answers, by path.
-        token: What readers must show; None if they need nothing. Default: None.
-        for_anyone: Whether it answers beyond the loopback address without a token. Default: no.
+        routes: The routes, by path.
+        token: The token that readers must show; None if they need nothing. Default: None.
+        for_anyone: True if it answers beyond the loopback address without a token. Default: no.
     """
 
     #: Seconds within which a request must have come and its answer must have been taken.

@@ -1,8 +1,8 @@
 """Recordings as a table: one row per device and sample, for spreadsheets and data frames.
 
 A device with several replicas has one row for each of them, and a replica whose device nobody reads
-has a row of its own. What has no place in such rows is left out: processes, threads, notes and the
-last step.
+has a row of its own. Parts without a place in such rows are left out: processes, threads, notes and
+the last step.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
 
     arrived: deque[Sample] = deque(maxlen=_MOST_ARRIVED)
     received: list[int] = []
-    # Ctrl-C from elsewhere, a polite kill, and the terminal's window that is closed. What is
-    # ignored stays so: nohup wants it.
+    # Ctrl-C from elsewhere, a polite kill, and the terminal's window that is closed. An ignored
+    # signal stays so: nohup wants it.
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     numbers = [one for one in signals if signal.getsignal(one) != signal.SIG_IGN]
     with (

@@ -18,8 +18,8 @@ _PREFIX = "virtual:"
 class VirtualSource:
     """Reads the virtual devices, which exist inside one process only.
 
-    Of this process it reads them itself; of runs that are watched it takes what they tell, and adds
-    up what several processes hold. How busy one is nobody knows: it has no processors of its own.
+    It reads those of this process itself. For runs that are watched it takes their own figures, and
+    adds up those of several processes. Nobody knows their load: they have no processors.
     """
 
     name = "virtual"

@@ -3,7 +3,7 @@
 Note [Balancing is exact]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Outputs are put together in the order of the samples, losses are weighted by their denominators, and
-gradients are sums over samples; so how a batch is divided changes nothing but rounding. Two things
+gradients are sums over samples. So the division of a batch changes nothing but rounding. Two things
 do depend on it: the statistics of batch norm where each replica takes its own, and which random
 numbers meet which sample.
 """

@@ -2,14 +2,14 @@
 
 Note [Too little memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Where a replica runs out of memory in forward, nothing has left the replicas yet. What they have
-changed meanwhile is brought back: buffers, and the states of the generators. Then the forward runs
-again with a smaller chunk for that replica and larger ones for the others. In backward the graph is
-gone and gradients are half done: those of the round are dropped, and whoever called it has to run
-the step again. Other processes do not notice the first; the second ends the backward in all.
+If a replica runs out of memory in forward, nothing has left the replicas yet. Their changes are
+undone: buffers, and the states of the generators. Then the forward runs again with a smaller chunk
+for that replica and larger ones for the others. In backward the graph is gone and gradients are
+half done: those of the round are dropped, and whoever called it has to run the step again. Other
+processes do not notice the first; the second ends the backward in all.
 
-Two things cannot be taken back. What goes to other processes: they would be ahead, and a collective
-that this one repeats would meet another one of theirs; the sequence numbers of the process groups
+Two things cannot be taken back. Messages to other processes: they would be ahead, and a collective
+that this one repeats would meet another one of theirs. The sequence numbers of the process groups
 tell. And an input that the forward has written in place; its version tells.
 """
 
@@ -61,9 +61,9 @@ def replicas_named_by(error: BaseException, devices: Sequence[torch.device]) -> 
 class Rollback:
     """The state that the forward of some modules may change, and reasons why it cannot run again.
 
-    Values are written back where they are, so that what refers to a buffer goes on to do so; where
-    a forward has assigned another tensor, or None, the buffer is the same object as before again.
-    Everything else that a forward changes, such as other attributes of a module, stays.
+    Values are written back in place, so that references to a buffer stay right. If a forward has
+    assigned another tensor, or None, the buffer is the same object as before again. Everything else
+    that a forward changes, such as other attributes of a module, stays.
     """
 
     def __init__(

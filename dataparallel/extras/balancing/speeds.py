@@ -2,19 +2,19 @@
 
 Note [What a chunk costs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-Of each step and replica there is a number of samples and the seconds in which it computed: forward,
-the criterion where the replica runs it, and backward where each replica's is known by itself. Where
-one call of autograd runs the backward of all replicas, its length is common to them. Medians over a
-window of steps do not follow outliers. The time that a chunk takes however small it is comes from
-the slope between sizes that differ enough (Theil and Sen's median of slopes). Without such sizes
-time is taken to be proportional to samples; dividing by that brings other sizes to learn from.
+Each step and replica has a number of samples and the seconds in which it computed. These are of
+forward, of the criterion if the replica runs it, and of backward if each replica's is known by
+itself. If one call of autograd runs the backward of all replicas, its length is common to them.
+Medians over a window of steps do not follow outliers. The time that a chunk takes however small it
+is comes from the slope between sizes that differ enough (Theil and Sen's median of slopes). Without
+such sizes time counts as proportional to samples; dividing by that brings other sizes.
 
 Note [When chunks change]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A change has to be worth more than a threshold, and more than three times the standard error of what
-was measured; otherwise noise would move the chunks back and forth. If the steps after it got
-longer, the balancer takes it back, and waits twice as long before the next one. It goes on
-measuring, so a device that is throttled later gets less then, and more again when it has recovered.
+A change has to be worth more than a threshold, and more than three times the standard error of the
+measurement. Otherwise noise would move the chunks back and forth. If the steps after it got longer,
+the balancer takes it back, and waits twice as long before the next one. It goes on measuring, so a
+device that is throttled later gets less then, and more again when it has recovered.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class SplitDecisions:
 
     Attributes:
         costs: By what batches are divided; None for evenly.
-        latest: What was measured last; None before that.
+        latest: The last measurement; None before that.
     """
 
     def __init__(self, *, every: int, threshold: float, warmup: int, window: int) -> None:

@@ -48,10 +48,10 @@ class GenerationInfo(NamedTuple):
 
     Attributes:
         number: The number of the generation.
-        complete: Whether it is finished, and all of its files have their full size.
+        complete: True if it is finished, and all of its files have their full size.
         bytes: The size of its files together.
         when: When it was finished, in seconds since 1970; None if that is not known.
-        reason: Why it is not complete; None if it is.
+        reason: The reason why it is not complete; None if it is.
     """
 
     number: int

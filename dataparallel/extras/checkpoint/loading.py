@@ -42,8 +42,8 @@ class Loaded:
 
     Attributes:
         step: How many steps the training had made; 0 if there was nothing to load.
-        epoch: Which epoch it was in, if that was saved.
-        user: What was saved as ``user``.
+        epoch: The epoch it was in, if that was saved.
+        user: The value that was saved as ``user``.
         number: The generation; None if there was nothing to load.
         rejected: Newer generations that were not used, each with the reason.
         processes: How many processes saved it.
@@ -98,11 +98,11 @@ def load(
     Args:
         directory: As in :func:`save`.
         model, optimizer, scheduler, sampler, states: The objects that get the saved state.
-        number: Which generation. Default: the last good one.
-        rng: Whether to restore random generators, if they were saved. A process with a new rank
+        number: The number of the generation. Default: the last good one.
+        rng: True to restore random generators, if they were saved. A process with a new rank
             derives its own from those of rank 0. Default: True.
-        strict: Whether names and the optimizer's class must be the same, and all be there.
-        missing_ok: Whether to return step 0 if nothing was ever saved. Default: False, an error.
+        strict: True if names and the optimizer's class must be the same, and all be there.
+        missing_ok: True to return step 0 if nothing was ever saved. Default: False, an error.
         process_group, timeout: As in :func:`save`.
 
     Returns:
@@ -178,7 +178,7 @@ def export(directory: Path, path: Path, *, number: int | None = None) -> None:
     Args:
         directory: As in :func:`save`.
         path: The file; one that is there is replaced.
-        number: Which generation. Default: the last good one.
+        number: The number of the generation. Default: the last good one.
 
     Raises:
         CheckpointError: No generation is good, or it holds no model.

@@ -33,16 +33,16 @@ class ResumableSampler(Sampler[list[int]]):
     Args:
         dataset: Anything with a length, or that length.
         batch_size: How many samples a batch has, over all processes together.
-        shuffle: Whether samples come in random order. Default: True.
+        shuffle: True for samples in random order. Default: True.
         seed: The seed of the order. Default: 0.
-        drop_last: Whether to leave out an incomplete last batch. Default: False. If that batch has
+        drop_last: True to leave out an incomplete last batch. Default: False. If that batch has
             fewer samples than there are processes, samples from the beginning of the epoch fill it
             up, so that each process has one.
         rank, num_processes: This process and how many there are. Default: those of
             ``torch.distributed``, and 0 and 1 without it.
 
     Attributes:
-        epoch: Which epoch is under way, or comes next.
+        epoch: The epoch that is under way, or comes next.
 
     Raises:
         ValueError: A batch has fewer samples than there are processes.
@@ -102,7 +102,7 @@ class ResumableSampler(Sampler[list[int]]):
         """Iterate over the rest of this epoch, and count the batches.
 
         The seed that a ``DataLoader`` draws for its workers depends on the position here, and
-        torch's own generator stays as it is. What workers draw is not saved.
+        torch's own generator stays as it is. Random numbers of workers are not saved.
 
         Args:
             loader: A loader with this sampler as its ``batch_sampler``, or the sampler itself.

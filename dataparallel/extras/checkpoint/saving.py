@@ -143,7 +143,7 @@ class Saving:
         return self._number
 
     def untold(self) -> CheckpointError | None:
-        """Wait for the end; the error if nobody has seen it. Who asks will tell it."""
+        """Wait for the end; the error if nobody has seen it. A later question will tell it."""
         self._ended.wait()
         told, self._is_told = self._is_told, True
         return None if told else self._error
@@ -326,19 +326,19 @@ def save(
         saving = checkpoint.save("run", model, optimizer, step=step, asynchronous=True)
 
     Args:
-        directory: Where to save. No other training may save there until :func:`close`.
+        directory: The directory to save to. No other training may save there until :func:`close`.
         model: A module, bare or in a wrapper; saved under the module's own names.
         optimizer, scheduler: Objects with ``state_dict()`` and ``load_state_dict()``.
         step: How many steps the training has made.
-        epoch: Which epoch it is in. Default: None.
+        epoch: The epoch it is in. Default: None.
         sampler: A :class:`ResumableSampler`, or an object with ``state_dict()``, with ``epoch`` and
             ``set_epoch()``, or with a ``torch.Generator`` as ``generator``.
-        rng: Whether to save the random generators of Python, NumPy, torch and the model's devices.
+        rng: True to save the random generators of Python, NumPy, torch and the model's devices.
         user: Your own data: numbers, strings, lists, dicts, tensors and the like.
         states: More objects by name, such as a ``GradScaler``.
         keep: How many generations stay, at least 1. Default: 3.
-        asynchronous: Whether to return once the state is copied to host memory, and write it while
-            the training goes on. The next save waits for it. Default: False.
+        asynchronous: True to return once the state is copied to host memory, and write it while the
+            training goes on. The next save waits for it. Default: False.
         process_group: The processes. Default: those of the model's wrapper, else all.
         timeout: Seconds that a process waits for the others. Default: that of the group.
 
@@ -346,9 +346,9 @@ def save(
         A handle. Without ``asynchronous`` the save has ended.
 
     Raises:
-        CheckpointError: Nothing was saved: the disk is full, another process failed or holds the
-            directory, a module that is in no wrapper is not the same in all processes, or an
-            earlier asynchronous save failed unseen.
+        CheckpointError: Nothing was saved. The disk is full, another process failed or holds the
+            directory, or an earlier asynchronous save failed unseen. Or a module that is in no
+            wrapper is not the same in all processes.
         TypeError, ValueError: A value cannot be saved, or an argument is out of range.
     """
     saver = _saver(os.path.realpath(directory), group_of(process_group, model), timeout)

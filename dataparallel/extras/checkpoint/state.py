@@ -1,16 +1,16 @@
 """The content of a checkpoint: the parts of a training, as JSON and tensors. Never pickle.
 
-JSON has null, booleans, numbers, strings, lists and objects with strings as keys. What else states
-are made of is an object with the key ``"$"``, which says what it is. Reading makes nothing but the
+JSON has null, booleans, numbers, strings, lists and objects with strings as keys. Other values in
+states are objects with the key ``"$"``, which says what they are. Reading makes nothing but the
 types that are listed here: no name in a file leads to code.
 
 Note [What is saved once, and what by each process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Processes that train together have the same parameters and the same state of the optimizer: rank 0
-saves modules and optimizers. Of these each other process saves what its wrapper leaves to it:
-ignored parameters, with their state in the optimizer, and buffers that are not broadcast. All else
-each process saves for itself, such as its random numbers. Where no wrapper keeps a module the same
-in these processes, they compare it first: the values of all but rank 0 would be lost.
+saves modules and optimizers. Each other process saves the part of these that its wrapper leaves to
+it: ignored parameters, with their state in the optimizer, and buffers that are not broadcast. All
+else each process saves for itself, such as its random numbers. If no wrapper keeps a module the
+same in these processes, they compare it first: the values of all but rank 0 would be lost.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Collector:
 
     Args:
         interval: Seconds between two readings. Default: 1.
-        only: Which devices, as for ``--only`` of the commands: ``["cuda:0"]``, or ``"cuda:0"``.
-            Default: those that this process can use, and the CPU.
+        only: The devices to read, as for ``--only`` of the commands: ``["cuda:0"]``, or
+            ``"cuda:0"``. Default: those that this process can use, and the CPU.
 
     Raises:
         ImportError: The extra ``monitor`` is not installed.

@@ -29,7 +29,7 @@ class HostProcesses:
 
     def describe(self, pid: int) -> dict[str, Any] | None:
         """The fields of a :class:`ProcessReading` that the host tells; None if there is no such
-        process. What one may not see is left out, and the load is told from the second time on.
+        process. Hidden values are left out, and the load is told from the second time on.
 
         Until :meth:`keep` it is read once, on however many devices the process is: the load counts
         from the last look.

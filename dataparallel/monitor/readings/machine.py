@@ -2,10 +2,10 @@
 
 Note [One reading]
 ~~~~~~~~~~~~~~~~~~
-All callers in a process share one session of NVML. Who asks within 0.1 seconds gets the same
-reading again: the driver's own counters are not newer. Rates need two readings, so the first call,
-and one after a long time without any, takes two and waits 0.1 seconds between them; else a rate
-would be told as of now that is the mean of the last hour.
+All callers in a process share one session of NVML. A caller within 0.1 seconds gets the same
+reading again: the driver's own counters are not newer. Rates need two readings. So the first call,
+and one after a long time without any, takes two and waits 0.1 seconds between them. Else the rate
+of now would be the mean of the last hour.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def devices() -> list[DeviceReading]:
     """Return the present state of every device: NVIDIA's, with their MIG instances, and the CPU.
 
     Cheap when it is called often, see Note [One reading]; the first call takes 0.1 seconds. It
-    creates no context of CUDA, and never raises for what can happen to a machine: what is not
-    available is None, and a device that is lost says why in ``error``. Why there are none of
-    NVIDIA's is logged, at the level INFO.
+    creates no context of CUDA, and never raises for what can happen to a machine. An unavailable
+    value is None, and a lost device has the reason in ``error``. The log tells, at the level INFO,
+    why there are none of NVIDIA's.
 
     Example::
 

@@ -1,8 +1,8 @@
 """The metrics of a device: their names, units and meanings, in one table.
 
 Values are in base units everywhere (ratios from 0 to 1, bytes, seconds, watts, joules, degrees
-Celsius, hertz), in recordings and in Prometheus too; only what is shown to people is converted.
-``None`` stands for what is not available, never 0.
+Celsius, hertz), in recordings and in Prometheus too. Only values for people are converted. ``None``
+stands for what is not available, never 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Metric:
         name: Its name, as in recordings.
         unit: Its unit.
         meaning: One line for people.
-        is_counter: Whether it only grows, from a beginning that says nothing.
+        is_counter: True if it only grows, from a beginning that says nothing.
     """
 
     name: str

@@ -3,12 +3,12 @@
 Note [Reading NVML]
 ~~~~~~~~~~~~~~~~~~~
 Every question goes through one function, :class:`~.nvml_query.Query`, which tells three sorts of
-failures apart. What is not available (not supported, not permitted, a function that the driver
-does not have, a value that stands for "none") is left out of the reading. A device that is lost
-keeps its place, with the reason. And where nothing can be read at all, each device has that as its
-reason. While something is wrong, NVML is opened anew every half minute, and all devices are looked
-for: some driver versions find a device only then. NVML creates no context of CUDA and needs no
-memory of a device.
+failures apart. A value that is not available is left out of the reading. It may not be supported or
+permitted, the driver may not have the function, or a value may stand for "none". A device that is
+lost keeps its place, with the reason. And where nothing can be read at all, each device has that as
+its reason. While something is wrong, NVML is opened anew every half minute, and all devices are
+looked for: some driver versions find a device only then. NVML creates no context of CUDA and needs
+no memory of a device.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ class DeviceReading:
     Attributes:
         device: The name under which torch knows it (``"cuda:0"``, ``"virtual:1"``, ``"cpu"``), or
             ``"nvml:3"`` where torch does not see it.
-        name: What the vendor calls it.
-        source: Which source has read it: ``"nvml"``, ``"cpu"``, ``"virtual"``.
+        name: The vendor's name for it.
+        source: The source that has read it: ``"nvml"``, ``"cpu"``, ``"virtual"``.
         uuid: Its identity; None where it has none.
         values: Metric by name, see :mod:`dataparallel.monitor.readings.metrics`; what is left out,
             or None, is not available.
-        throttle: Why it is slowed down, in words; empty if it is not.
+        throttle: The reasons why it is slowed down, in words; empty if it is not.
         parent: For a MIG instance, the device of which it is a part.
-        error: Why nothing could be read; None if all is well.
+        error: The reason why nothing could be read; None if all is well.
         index: Its number for ``nvidia-smi``, ``"0:1"`` for the second instance of device 0; None
             where it has none.
     """
@@ -59,7 +59,7 @@ class ProcessReading:
         device: The device, as in :class:`DeviceReading`.
         pid: Its number, as the driver tells it; inside of a container that is the host's.
         name: Its name; None if it cannot be seen from here.
-        user: Who runs it; likewise.
+        user: The user that runs it; likewise.
         memory: Memory of the device that it holds, in bytes; None if that is not told.
         utilization: Its share of the device's time; likewise.
         cpu: Processors of the host that it keeps busy (2.0 is two of them); likewise.
@@ -93,8 +93,8 @@ class HostReading:
             to (1.5 is one and a half).
         memory_used: Bytes.
         memory_total: Bytes.
-        threads: Of the run that is watched, per thread its name and how much of one processor it
-            keeps busy, from 0 to 1.
+        threads: For the run that is watched, each thread's name and its load of one processor, from
+            0 to 1.
         load: How many processes ran or waited for a processor or a disk, on average over 1, 5 and
             15 minutes: of the whole host, also in a container. None if it is not available.
         swap_used: Bytes; likewise.
@@ -123,8 +123,8 @@ class Sample:
         processes: The processes on the devices.
         host: The host; None if it could not be read.
         runs: The runs that are watched, by job and rank.
-        notes: What a user should know, in words: what is missing, and how to get it.
-        versions: Of what drives the devices: ``{"driver": "570.1", "CUDA": "12.8"}``.
+        notes: Notes for the user, in words: the missing parts, and how to get them.
+        versions: The versions of the drivers of devices: ``{"driver": "570.1", "CUDA": "12.8"}``.
     """
 
     time: float

@@ -30,7 +30,7 @@ class Sampler:
     is asked again the next time. Runs are asked before the sources, and notes after all.
 
     Args:
-        sources: Where readings come from.
+        sources: The sources of readings.
         interval: Seconds between samples, at most a day. Default: 1.
         host: Reads the host. Default: nobody does.
         runs: Tells the states of the runs that are watched. Default: there are none.

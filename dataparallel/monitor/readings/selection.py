@@ -23,7 +23,7 @@ class Selection:
         only: Numbers of ``nvidia-smi`` ("0", "0:1" for the second MIG instance of it), names
             ("cuda:1", "cpu"), or how identities begin ("GPU-5f3a", "MIG-9b"). With a device come
             its instances. Default: all devices.
-        only_visible: Whether devices that CUDA_VISIBLE_DEVICES hides are left out. Default: no.
+        only_visible: True to leave out devices that CUDA_VISIBLE_DEVICES hides. Default: no.
     """
 
     def __init__(self, only: Iterable[str | int] = (), *, only_visible: bool = False) -> None:

@@ -22,9 +22,9 @@ class SourceReading:
 class Source(Protocol):
     """Something that reads devices.
 
-    Reading never raises for what can happen to a machine (a driver that is missing or old, a device
-    that is lost, a permission that is denied): what is not available is None, and why is told in
-    ``DeviceReading.error`` or in the notes.
+    Reading never raises for what can happen to a machine: a missing or old driver, a lost device, a
+    denied permission. An unavailable value is None, and ``DeviceReading.error`` or the notes tell
+    the reason.
     """
 
     #: A short name: "nvml", "cpu", "virtual", "replay".

@@ -4,9 +4,9 @@ Note [Names of devices]
 ~~~~~~~~~~~~~~~~~~~~~~~
 NVML lists all devices, in the order of the bus. Torch sees those that CUDA_VISIBLE_DEVICES names,
 in its order; numbers in it count in the order of CUDA, which is by speed unless CUDA_DEVICE_ORDER
-is PCI_BUS_ID. With devices of one kind the two orders are the same. What is found here is how a
-program would see the devices that is started with this environment. A run that is attached tells
-the identities of its devices, and then nothing has to be found.
+is PCI_BUS_ID. With devices of one kind the two orders are the same. This file finds the names that
+a program would use if it were started with this environment. A run that is attached tells the
+identities of its devices, and then nothing has to be found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Names:
     Attributes:
         by_key: Identity of a device or an instance: its name; those that torch does not see are
             left out.
-        notes: What is not certain about it.
+        notes: Doubts about the names.
     """
 
     by_key: Mapping[str, str]
