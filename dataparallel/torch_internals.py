@@ -1,7 +1,5 @@
 """Every private name of torch that this package reads, calls or replaces.
 
-Note [Private names of torch]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A name that torch keeps to itself may go, or come to mean something else, with any release. So no
 other file touches one, and each stands here with what it is and why it is needed. Unless an entry
 says otherwise, torch 2.11 to 2.15 all have the name, with the same meaning. If a torch lacks it,

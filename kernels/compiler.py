@@ -1,7 +1,5 @@
 """NVIDIA's runtime compiler, through CuPy: from a source to a file with machine code.
 
-Note [Compiled without CuPy's options]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Given a source, `cupy.RawModule` compiles it with ``-ftz=true``, which no other option undoes:
 numbers below the smallest normal float32 would become zero, unlike torch's. It also asks for CUDA's
 headers, which these sources do not include. So they are compiled here, with our options alone, and

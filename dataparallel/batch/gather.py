@@ -1,7 +1,5 @@
 """Put the outputs of the replicas together, as much of each as its chunk counts.
 
-Note [What a chunk counts]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
 If chunk i's loss is a mean over w_i things, the batch's is sum(w_i * loss_i) / sum(w_i). w_i is the
 number of samples, or what the caller's own function says. Over processes the same holds: a process
 weighs sum(w_i), so that ``average="samples"`` makes the mean over all chunks of all.

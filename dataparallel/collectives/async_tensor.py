@@ -1,7 +1,5 @@
 """A result that waits for itself before its first use.
 
-Note [A tensor that waits]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
 An AsyncCollectiveTensor has the shape of the result and no memory. Every operation arrives in its
 ``__torch_dispatch__``, below autograd, which waits and hands on the plain tensor. Views are made of
 the plain tensor without waiting, and wrapped again.

@@ -1,7 +1,5 @@
 """The treatment of buffers: those that replicas wrote, and those of several processes.
 
-Note [Whose buffers]
-~~~~~~~~~~~~~~~~~~~~
 Before a forward the buffers of rank 0 replace those of all other processes. It is so in a forward
 that follows one whose gradients are reduced, as in torch: between two optimizer steps nothing is
 sent. Replicas of one process are another matter, see :data:`BufferPolicy`; they start from the

@@ -1,7 +1,5 @@
 """The wrapper that trains a module on several devices from one process.
 
-Note [Names with a prefix]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
 Our wrappers give the state of their module under the module's own names. Torch's wrappers put
 ``module.`` before each, and states of both are loaded. A name that begins with ``module.`` may be
 either, since a module may have a child of that name. So each wrapper decides for all names that

@@ -2,16 +2,12 @@
 
 It does not check if all replicas have the same parameters, see ``check_replicas``.
 
-Note [How a cause is found]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Numbers that differ do not tell why. So :func:`verify` tries remedies: options that the layers, the
 batch and the outputs suggest. An option with which fewer values differ is kept, and its reason is
 the cause of those that it has put right. For what is left, the module runs on the chunks, one after
 another, without a wrapper. If that gives the wrapper's results, splitting the batch is the cause.
 If nothing explains a difference, it is a defect of this package.
 
-Note [What processes are compared with]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each process runs the bare module on its own batch. The wrapper promises an average or a sum of
 their gradients, which is computed here in another way: one plain all-reduce for each gradient.
 Batch norm over processes has no bare module: there it is one replica in each process. The options

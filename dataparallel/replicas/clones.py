@@ -1,7 +1,5 @@
 """The clones of one module, one per device slot, and what a forward wrote in them.
 
-Note [Clones follow the original]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A clone is an object of the original's class that is filled before a forward with the original's
 attributes: hooks, submodules, flags and everything that the user has set since. Tensors and modules
 in them are replaced by the replica's own. After a forward that succeeded, attributes that replica 0

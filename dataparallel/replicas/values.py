@@ -1,7 +1,5 @@
 """The tensors of replicas in place of those of a module: these themselves, or copies.
 
-Note [What counts as a change]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A copy is stale when the original was replaced (another object, another memory address) or written
 in place (version counter). So it is when that was converted or frozen (dtype, shape,
 ``requires_grad``), or stepped by an optimizer. An optimizer may write through ``.data``, which

@@ -3,8 +3,6 @@
 Synchronized batch norm needs the statistics of every replica in the middle of forward. The
 replicas meet here: each brings its value, replica 0 combines all values, each takes its part.
 
-Note [Meeting in forward, never in backward]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A replica that waits inside backward for another one deadlocks when one thread runs the backward of
 both. So what the replicas compute together in forward must be ONE autograd node with one input and
 one output per replica, built by ``combine``; its backward then waits for nobody.

@@ -1,7 +1,5 @@
 """Persistent worker threads, one per replica.
 
-Note [Who holds whom]
-~~~~~~~~~~~~~~~~~~~~~
 A worker thread holds its inbox and nothing else: not the pool, and between two calls no task and
 no result. So a pool that nobody uses is collected, and its finalizer ends the threads. The threads
 are daemons: a replica that never returns cannot keep the interpreter from exiting.

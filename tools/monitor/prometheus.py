@@ -1,7 +1,5 @@
 """The latest sample as metrics of Prometheus.
 
-Note [Metrics of Prometheus]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Names follow Prometheus's rules: base units at the end, ``_total`` for counters, and the same labels
 on all series of a metric. An unavailable value has no series, so that averages stay right. A label
 that does not apply is empty, which is the same as if it were not there. A series that comes and

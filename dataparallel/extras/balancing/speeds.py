@@ -1,7 +1,5 @@
 """The speed of each replica, and the division of batches by it.
 
-Note [What a chunk costs]
-~~~~~~~~~~~~~~~~~~~~~~~~~
 Each step and replica has a number of samples and the seconds in which it computed. These are of
 forward, of the criterion if the replica runs it, and of backward if each replica's is known by
 itself. If one call of autograd runs the backward of all replicas, its length is common to them.

@@ -1,7 +1,5 @@
 """One directory of checkpoints: its generations and their files.
 
-Note [A generation counts or it does not]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A generation is a folder with a safetensors file of each process, and a manifest. Each file is
 written beside under a name that begins with a dot, synchronized with the disk, and renamed. The
 manifest has the hashes of all files and of its own content, and is written last; a folder without

@@ -1,7 +1,5 @@
 """Readings of NVIDIA's devices, through NVML.
 
-Note [Reading NVML]
-~~~~~~~~~~~~~~~~~~~
 Every question goes through one function, :class:`~.nvml_query.Query`, which tells three sorts of
 failures apart. A value that is not available is left out of the reading. It may not be supported or
 permitted, the driver may not have the function, or a value may stand for "none". A device that is
