@@ -278,8 +278,7 @@ def use_stream(stream: Stream) -> Iterator[None]:
 
 def current_streams(devices: Iterable[torch.device]) -> tuple[torch.Stream, ...]:
     """This thread's current streams of the accelerators among some devices."""
-    queued = [device for device in devices if device.type != "cpu"]
-    return tuple(filter(None, map(current_stream, queued))) if queued else ()
+    return tuple(filter(None, map(current_stream, devices)))
 
 
 def use_streams(streams: Iterable[torch.Stream]) -> AbstractContextManager[None]:

@@ -61,7 +61,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import get_gradient_edge as _edge_of
 
 from dataparallel import torch_internals
-from dataparallel.devices import is_accelerator
+from dataparallel.devices import current_streams
 from dataparallel.graph import originals
 from dataparallel.graph.functions import (
     Identity,
@@ -69,6 +69,7 @@ from dataparallel.graph.functions import (
     ReduceAddCoalesced,
     apply_function,
     apply_in_backward,
+    behind_own_node,
     behind_own_nodes,
     refuse_batched,
 )
@@ -139,7 +140,7 @@ class ReplicaInputs:
                 given, requires = value, value.requires_grad
                 if requires:
                     leaf = value.detach().requires_grad_()
-                    given = leaf if value.is_leaf else apply_function(Identity, leaf)
+                    given = leaf if value.is_leaf else behind_own_node(leaf)[0]
                     self.outer.append(value)
                     self.leaves.append(leaf)
                 self._stands[id(value)] = value, given, requires, given.grad_fn
@@ -153,13 +154,13 @@ class ReplicaInputs:
                 continue
             self._written.append(value)
             if given is value:
-                result.append(apply_function(Identity, value))
+                result += behind_own_node(value)
                 value.detach_()
             else:
                 result.append(given)
                 self._refuse_shared(given)
                 # The cut comes behind what the caller's tensor was before the module wrote it.
-                before = apply_function(Identity, value)
+                before = behind_own_node(value)[0]
                 self.outer = [before if outer is value else outer for outer in self.outer]
         return result
 
@@ -279,16 +280,28 @@ class Cuts:
         self._own = [set(map(id, row)) for row in self.leaves]
         #: The devices of the replicas.
         self.places = {leaf.device for row in self.leaves for leaf in row}
-        # Leaves whose nodes need not be looked into at every forward: half of the time in a deep
-        # module. On an accelerator they are made anew in the stream of each forward.
-        self._ends = [
-            {
-                _node_of(x)
-                for x in row
-                if x.requires_grad and not (x.is_inference() or is_accelerator(x.device))
-            }
-            for row in self.leaves
-        ]
+        # The leaves' nodes, and what they and the streams of a forward's node were made for.
+        self._ends: list[set[Any]] = []
+        self._begun: tuple[int, tuple[torch.Stream, ...]] | None = None
+
+    def begin(self, num_changes: int) -> None:
+        """Have the leaves' gradients ready on this thread's streams in the forward that comes.
+
+        A module that used a leaf first on a stream of its own would have them there, and in that
+        stream's memory. Now torch warns of such a module once, as within its own DDP.
+        ``num_changes`` is how often leaves were frozen, or not any more.
+        """
+        begun = num_changes, current_streams(self.places)
+        if begun != self._begun:
+            # A leaf has one node, which belongs to the stream on which it was made.
+            self._ends = []
+            # They need not be looked into at every forward: half of the time in a deep module.
+            self._ends = [
+                {_node_of(x) for x in row if x.requires_grad and not x.is_inference()}
+                for row in self.leaves
+            ]
+            self._streams = NodeStreams(self.places, self.places)
+            self._begun = begun
 
     def connect(
         self,
@@ -319,7 +332,7 @@ class Cuts:
             # What a backward runs again is no step of its own.
             if synchronize and self.forwards and torch_internals.current_graph_task_id() == NO_TASK:
                 forward = self.forwards.begin()
-            cut = Cut(self, separate, synchronize, weight, outside, forward)
+            cut = Cut(self, self._streams, separate, synchronize, weight, outside, forward)
             outer, leaves = [one.outer for one in inputs], [one.leaves for one in inputs]
             outer[0], leaves[0] = [*outer[0], *outside], [*leaves[0], *outside]
             cut.connect(outer, leaves, followed, rows)
@@ -371,6 +384,7 @@ class Cut:
     """The graphs of the replicas of one forward, or of its gradients; see :meth:`Cuts.connect`."""
 
     cuts: Cuts
+    streams: NodeStreams
     #: Whether no two replicas' graphs share a node.
     separate: bool
     synchronize: bool
@@ -386,7 +400,6 @@ class Cut:
         """Put the cut into the caller's graph, and what stands there for the outputs into rows."""
         cuts, first = self.cuts, next(chain(*outputs)).device
         self.outer, self.inputs = outer, inputs
-        self._streams = NodeStreams(cuts.places, cuts.places)
         self.outputs: list[list[GradientEdge]] = []
         results: list[torch.Tensor] = []
         for row in outputs:
@@ -432,7 +445,7 @@ class Cut:
             forwards = self.cuts.forwards.come_to(reached, again=torch_internals.keeps_graph())
         try:
             aside = _set_aside(self.outside) if self.outside else contextlib.nullcontext()
-            with self._streams.in_backward(), aside:
+            with self.streams.in_backward(), aside:
                 return _Backward(self, node, grads, forwards, keep=keep, last=not coming).run()
         finally:
             self._running = False

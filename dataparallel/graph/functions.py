@@ -27,16 +27,15 @@ backward allocates and frees belongs to the streams that use it.
 Only what a module has computed on a stream that is not its caller's is ready on the node's own
 stream alone, and is memory of another one. So the other devices' streams wait for that, and the few
 gradients are recorded. :class:`ReplicaEdges` leaves both out: no copy of a gradient would begin
-before its home had computed all of its own. It relies on the module's next gradient, which goes
-back to its caller's stream. A first layer has none: if it computes on a stream of its own, on
-another device than the first, nothing orders the gradients of its parameters with their sum. That
-is a defect, which the checker of races on virtual devices shows.
+before its home had computed all of its own. So on each other device a node of that device alone
+stands before it (:class:`Identity`), for which the engine does the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -166,22 +165,28 @@ def behind_own_nodes(tensors: Sequence[torch.Tensor], device: torch.device) -> l
     if not places:
         return list(tensors)
     return [
-        apply_function(Identity, x) if x.device in places and x.is_leaf and x.requires_grad else x
+        behind_own_node(x)[0] if x.device in places and x.is_leaf and x.requires_grad else x
         for x in tensors
     ]
 
 
+def behind_own_node(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors of one device, whose gradients are ready on this thread's stream of it."""
+    result: tuple[torch.Tensor, ...] = apply_function(Identity, *tensors)
+    return result
+
+
 class Identity(Function):
-    """A tensor as it is; see :func:`behind_own_nodes`."""
+    """Tensors as they are; see :func:`behind_own_node`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tensor.detach()
+        return tuple(map(torch.Tensor.detach, tensors))
 
     @staticmethod
-    def backward(ctx: Any, grad: _MaybeTensor) -> _MaybeTensor:
-        return grad
+    def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
+        return grads
 
 
 class Broadcast(Function):
@@ -359,8 +364,11 @@ def connect(
         hooks = OriginalHooks(members)
         outputs = iter(apply_function(ReplicaEdges, flat, hooks, streams, *members))
         for replica in aliases:
-            for index in bucket:
-                replica[index] = next(outputs)
+            made: Sequence[torch.Tensor] = [*itertools.islice(outputs, len(bucket))]
+            if made[0].device != members[0].device:
+                made = behind_own_node(*made)
+            for index, alias in zip(bucket, made, strict=True):
+                replica[index] = alias
     return aliases
 
 

@@ -206,6 +206,8 @@ class Training:
         follows = not self.direct and torch.is_grad_enabled()
         if not follows and precision.param_dtype is None:
             return args, kwargs, None
+        if follows:
+            self._cuts.begin(self.leaves.num_changes)
         inputs: list[ReplicaInputs] = []
         pairs = []
         for pair in zip(args, kwargs, strict=True):
