@@ -28,9 +28,10 @@ def _trained(rank: int, world_size: int, replicas: int, options: dict[str, Any])
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "view"),
+    [(2, 1, True), (2, 3, False), (3, 1, False), (3, 2, True)],
+)
 def test_training_is_that_of_torch(
     cluster: Cluster, world_size: int, replicas: int, view: bool
 ) -> None:
@@ -46,7 +47,7 @@ def test_training_is_that_of_torch(
 def test_deterministic_sums_have_the_same_bits_for_any_bucket_size(
     cluster: Cluster, replicas: int
 ) -> None:
-    sizes: list[Any] = [0.0001, 0.0005, [0.0003, 25], 25]
+    sizes: list[Any] = [0.0001, [0.0003, 25], 25]
     options = [{"deterministic": True, "bucket_cap_mb": size} for size in sizes]
     first, *others = [cluster.run(_trained, 3, replicas, each) for each in options]
     for found in [*first, *(rank for ranks in others for rank in ranks)]:
