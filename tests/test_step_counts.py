@@ -6,9 +6,8 @@ They are made in a process of their own, since what other tests import and patch
 
 from __future__ import annotations
 
-import json
+import contextlib
 import pathlib
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 import dataparallel as dp
+from tests.cluster import Cluster
 
 PACKAGE = pathlib.Path(dp.__file__).parent
 FOLDERS = tuple(f"{folder}/" for folder in (PACKAGE, PACKAGE.parent / "kernels"))
@@ -66,7 +66,13 @@ class _Profile:
         return Counts(len({name for name, _ in functions}), len(functions), len(self._calls))
 
 
-def count_step(profile: _Profile, wrapper: str, num_layers: int) -> Counts:
+def count_steps(rank: int, world_size: int) -> dict[str, list[Counts]]:
+    """Count a step of each wrapper, with few layers and with many."""
+    profile = _Profile()
+    return {name: [_count_step(profile, name, number) for number in (FEW, MANY)] for name in MOST}
+
+
+def _count_step(profile: _Profile, wrapper: str, num_layers: int) -> Counts:
     """Count a forward and backward of a stack of linear layers on two CPU replicas."""
     layers = [nn.Linear(4, 4) for _ in range(num_layers)]
     model: nn.Module = getattr(dp, wrapper)(nn.Sequential(*layers), ["cpu"] * 2)
@@ -83,21 +89,14 @@ def count_step(profile: _Profile, wrapper: str, num_layers: int) -> Counts:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="counts are those of Python 3.11")
-@pytest.mark.parametrize("wrapper", MOST)
-def test_a_step_runs_no_more_of_the_package_than_before(wrapper: str) -> None:
-    command = [sys.executable, __file__, wrapper]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    few, many = (Counts(*counts) for counts in json.loads(ran.stdout))
-    per_layer = (many.calls - few.calls) / (MANY - FEW)
-    counts = (few.files, few.functions, round(few.calls - FEW * per_layer), per_layer)
-    most = MOST[wrapper]
-    assert all(now <= then for now, then in zip(counts, most, strict=True)), (
-        f"a step of {wrapper} runs {counts} (files, functions, calls, calls per layer), "
-        f"but at most {most}"
-    )
-
-
-if __name__ == "__main__":
-    profile = _Profile()
-    print(json.dumps([count_step(profile, sys.argv[1], number) for number in (FEW, MANY)]))
+def test_a_step_runs_no_more_of_the_package_than_before() -> None:
+    with contextlib.closing(Cluster()) as cluster:
+        (counted,) = cluster.run(count_steps, 1, init_group=False)
+    for wrapper, most in MOST.items():
+        few, many = counted[wrapper]
+        per_layer = (many.calls - few.calls) / (MANY - FEW)
+        counts = (few.files, few.functions, round(few.calls - FEW * per_layer), per_layer)
+        assert all(now <= then for now, then in zip(counts, most, strict=True)), (
+            f"a step of {wrapper} runs {counts} (files, functions, calls, calls per layer), "
+            f"but at most {most}"
+        )
