@@ -6,12 +6,16 @@ To start torchrun, and the processes that it starts, takes seconds; some tests d
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import pathlib
 import runpy
 import sys
 import warnings
+from unittest import mock
+
+import torch.distributed.rpc as torch_rpc
 
 from tests.cluster import Cluster, free_port
 
@@ -43,6 +47,12 @@ def _run(
     warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    # With other transports a worker looks for messages all the time, on the cores that others need.
+    options = torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    init_rpc = functools.partial(torch_rpc.init_rpc, rpc_backend_options=options)
+    with (
+        mock.patch.object(torch_rpc, "init_rpc", init_rpc),
+        contextlib.redirect_stdout(printed),
+    ):
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
