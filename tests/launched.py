@@ -48,8 +48,8 @@ def _run(
     warnings.filterwarnings("ignore", ".*does not have many workers")
     printed = io.StringIO()
     # With other transports a worker looks for messages all the time, on the cores that others need.
-    options = torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
-    init_rpc = functools.partial(torch_rpc.init_rpc, rpc_backend_options=options)
+    only_sockets = torch_rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    init_rpc = functools.partial(torch_rpc.init_rpc, rpc_backend_options=only_sockets)
     with (
         mock.patch.object(torch_rpc, "init_rpc", init_rpc),
         contextlib.redirect_stdout(printed),
