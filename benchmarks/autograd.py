@@ -31,7 +31,7 @@ _FACTOR = 1.125
 
 
 def build_parser() -> Parser:
-    """The options."""
+    """Return the options."""
     parser = common.new_parser(
         "autograd",
         "Backward across worker processes, beside torch.distributed.autograd.",

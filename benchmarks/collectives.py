@@ -42,7 +42,7 @@ _TIMEOUT = 120.0
 
 
 def build_parser() -> Parser:
-    """The options."""
+    """Return the options."""
     parser = common.new_parser(
         "collectives",
         "Latency of collectives of replicas and of processes, beside torch's.",
@@ -133,7 +133,7 @@ def _lines(form: str, outcomes: Sequence[Outcome], arguments: argparse.Namespace
 
 
 def phase(who: str, operation: str, size: int) -> str:
-    """The key under which the seconds of a measurement are kept."""
+    """Return the key under which the seconds of a measurement are kept."""
     return f"{who} {operation} {size}"
 
 
@@ -265,7 +265,7 @@ def _calls(task: CollectivesTask, operation: str) -> dict[str, Call]:
 
 
 def _functional(module: Any, name: str) -> Call:
-    """A functional collective and its wait, by the same words for ours and for torch's."""
+    """Return a functional collective and its wait, by the same words for ours and for torch's."""
     function = getattr(module, name)
     group = dist.group.WORLD
     details: dict[str, tuple[Any, ...]] = {
@@ -307,7 +307,7 @@ def known_result(operation: str, count: int, member: int, members: int) -> Tenso
 
 
 def largest_error(result: Tensor, expected: Tensor) -> float:
-    """The largest difference of an element; infinite for another shape, NaN if one is NaN."""
+    """Return the largest difference of an element; infinite for another shape, NaN for a NaN."""
     if result.shape != expected.shape:
         return math.inf
     return (result.cpu() - expected).abs().max().item()

@@ -68,7 +68,7 @@ def compare(
 
 
 def error_of(outcomes: Sequence[Outcome], phase: str) -> float:
-    """The largest error of a phase that any process has found, before or after the rounds."""
+    """Return the largest error of a phase that any process found, before or after the rounds."""
     said = [each["errors"] for one in outcomes for each in (*one.checked, *one.finished)]
     return largest([errors[phase] for errors in said if phase in errors])
 
@@ -87,7 +87,7 @@ def means(lines: Sequence[Line]) -> dict[str, tuple[str, Spread]]:
 
 
 def build_table(lines: Sequence[Line], title: str) -> Table:
-    """A line for each case, in the order of their sections."""
+    """Return a line for each case, in the order of their sections."""
     peers = list(dict.fromkeys(who for line in lines for who in line.seconds if who != "ours"))
     of_peers = [heading for peer in peers for heading in (peer, f"ours\n/{peer}", "min..max")]
     notes = [""] if any(line.note for line in lines) else []
@@ -108,7 +108,7 @@ def build_table(lines: Sequence[Line], title: str) -> Table:
 
 
 def duration(seconds: Spread) -> tuple[str, str]:
-    """A median with its unit, and the range in the same unit."""
+    """Return a median with its unit, and the range in the same unit."""
     units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
     unit, scale = next((each for each in units if seconds.median >= each[1]), units[-1])
     # Three digits or a little more.
@@ -121,7 +121,7 @@ def duration(seconds: Spread) -> tuple[str, str]:
 
 
 def new_parser(name: str, summary: str, examples: Sequence[str]) -> Parser:
-    """A parser with the options that all benchmarks have; its help ends with examples."""
+    """Return a parser with the options that all benchmarks have; its help ends with examples."""
     command = f"python -m benchmarks.{name}"
     parser = Parser(
         prog=command,
@@ -134,7 +134,7 @@ def new_parser(name: str, summary: str, examples: Sequence[str]) -> Parser:
 
 
 def add_bar(parser: Parser) -> None:
-    """The option that makes a run fail where ours takes too long."""
+    """Add the option that makes a run fail if ours takes too long."""
     parser.add_argument(
         "--bar",
         type=above_zero,
@@ -194,7 +194,7 @@ def sizes(text: str) -> list[int]:
 
 
 def size_name(size: int) -> str:
-    """A number of bytes in the largest unit in which it is a whole number."""
+    """Return a number of bytes in the largest unit in which it is a whole number."""
     unit = max((name for name in _UNITS if size % _UNITS[name] == 0), key=lambda name: _UNITS[name])
     return f"{size // _UNITS[unit]} {unit}"
 

@@ -72,7 +72,7 @@ class KernelCase:
 def plan_cases(
     names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
 ) -> list[KernelCase]:
-    """All variants of some kernels, by kernel, type, variant and size."""
+    """Return all variants of some kernels, by kernel, type, variant and size."""
     return [
         KernelCase(name, variant, dtype, size)
         for name in names
@@ -128,7 +128,7 @@ def _values(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _tensor_list(case: KernelCase, device: torch.device) -> list[Tensor]:
-    """The tensors of a case as an allocator would place them, with random numbers."""
+    """Return the tensors of a case as an allocator would place them, with random numbers."""
     dtype = DTYPES[case.dtype]
     unit = _ALIGNMENT // dtype.itemsize
     sizes = tensor_sizes(case.numel, case.count)

@@ -62,7 +62,7 @@ _FEWEST_CALLS, _MOST_CALLS = 3, 30
 
 
 def build_parser() -> Parser:
-    """The options."""
+    """Return the options."""
     parser = common.new_parser(
         "kernels",
         "Time of the kernels beside a copy of as many bytes, and beside torch's alternatives.",
@@ -260,7 +260,7 @@ def _measure(
 
 
 def summarize(case: KernelCase, turns: Mapping[str, Sequence[Turn]], right: bool) -> Row:
-    """One line of the results, from the turns of ours, the copy and torch's alternatives."""
+    """Return one line of the results, from the turns of ours, the copy and torch's alternatives."""
     seconds = {who: [turn.seconds for turn in own] for who, own in turns.items()}
     alternatives = {who: spread(own) for who, own in seconds.items() if who not in ("ours", "copy")}
     best = min(alternatives, key=lambda who: alternatives[who].median)
@@ -305,7 +305,7 @@ def _bar(name: str, bar: float, peer: str, rows: Sequence[Row]) -> dict[str, Any
 
 
 def bar_line(bar: Mapping[str, Any]) -> Text:
-    """A bar and what became of it, as a sentence."""
+    """Return a bar and what became of it, as a sentence."""
     if not bar["cases"]:
         return Text(f"{bar['name']}: no case measured")
     beyond = f"{len(bar['missed'])} of {bar['cases']} beyond it"

@@ -40,7 +40,7 @@ _LAYOUTS = "1x1,1x2,1x4,2x1,2x2,2x4"
 
 
 def build_parser() -> Parser:
-    """The options."""
+    """Return the options."""
     parser = common.new_parser(
         "reducer",
         "Time of reducing gradients, and its overlap with backward, beside torch DDP.",
@@ -82,7 +82,7 @@ def layouts(text: str) -> list[str]:
 
 
 def places(layout: str, device: str) -> list[list[str]]:
-    """The device of each replica of each process; they share the CPU and nothing else."""
+    """Return the device of each replica of each process; they share the CPU and nothing else."""
     processes, replicas = map(int, layout.split("x"))
     names = ["cpu" if device == "cpu" else f"{device}:{i}" for i in range(processes * replicas)]
     return [names[i : i + replicas] for i in range(0, len(names), replicas)]

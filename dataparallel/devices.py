@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 def accelerators() -> tuple[torch.device, ...]:
-    """The accelerators that this process can use.
+    """Return the accelerators that this process can use.
 
     A build of torch for CUDA names ``cuda`` as its accelerator on every machine; where it counts no
     device there is none. A process that is forked afterwards can still use CUDA.
@@ -50,7 +50,7 @@ def accelerators() -> tuple[torch.device, ...]:
 
 
 def parse_device(spec: DeviceLike) -> torch.device:
-    """The ``torch.device`` that is meant; a TypeError or a ValueError where there is none.
+    """Return the ``torch.device`` that is meant; a TypeError or a ValueError where there is none.
 
     Without an index it is the current device of its type; an int is the index of an accelerator.
     """
@@ -87,7 +87,7 @@ def parse_device(spec: DeviceLike) -> torch.device:
 
 
 def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """The device slots of a list, one per replica; None means all accelerators, or the CPU once.
+    """Return the device slots of a list, one per replica; None means all accelerators, or one CPU.
 
     A device may have several slots.
     """
@@ -238,7 +238,7 @@ _copy_streams: dict[torch.device, torch.Stream] = {}
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream on which work for ``device`` is queued by this thread."""
+    """Return the stream on which work for ``device`` is queued by this thread."""
     if device.type == "cpu":
         return None
     stream: torch.Stream = torch.get_device_module(device).current_stream(device)
@@ -246,7 +246,7 @@ def current_stream(device: torch.device) -> Stream:
 
 
 def copy_stream(device: torch.device) -> Stream:
-    """The side stream on which this package copies to ``device``, so that a copy overlaps compute.
+    """Return the side stream for this package's copies to ``device``, which overlap computation.
 
     One per device for the life of the process; the caller orders it with :func:`wait_stream`.
     """
@@ -277,7 +277,7 @@ def use_stream(stream: Stream) -> Iterator[None]:
 
 
 def current_streams(devices: Iterable[torch.device]) -> tuple[torch.Stream, ...]:
-    """This thread's current streams of the accelerators among some devices."""
+    """Return this thread's current streams of the accelerators among some devices."""
     return tuple(filter(None, map(current_stream, devices)))
 
 
@@ -330,7 +330,7 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 def timing_event(device: torch.device) -> torch.Event | None:
-    """An event that happens when all has that this thread has queued; None for the CPU."""
+    """Return an event that happens when all has that this thread has queued; None for the CPU."""
     if device.type == "cpu":
         return None
     return _recorded(torch.Event(device, enable_timing=True), device)
@@ -349,7 +349,7 @@ def _recorded(event: torch.Event, device: torch.device) -> torch.Event:
 
 
 def to_host_later(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
-    """A copy of a tensor of an accelerator on the host, and the event after which it is there."""
+    """Copy a tensor of an accelerator to the host; return the copy and the event after it."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     return copy, _recorded(torch.Event(tensor.device), tensor.device)

@@ -19,7 +19,7 @@ MOST = 3
 
 
 def listed(entries: Iterable[str], separator: str = ", ") -> str:
-    """A list for a message, which stays short: "a, b, c and 2 more"."""
+    """Return a list for a message, which stays short: "a, b, c and 2 more"."""
     texts = list(entries)
     more = len(texts) - MOST
     joint = " " if separator == ", " else separator
@@ -37,7 +37,7 @@ def describe_names(names: Iterable[str]) -> str:
 
 
 def lines(entries: Iterable[str]) -> str:
-    """A list for a message, each entry on a line of its own; begins with a new line."""
+    """Return a list for a message, each entry on a line of its own; begins with a new line."""
     separator = "\n  "
     return separator + listed(entries, separator)
 
@@ -46,7 +46,7 @@ def lines(entries: Iterable[str]) -> str:
 
 
 def chosen(option: str, value: object, allowed: tuple[T, ...], other: str = "") -> T:
-    """The allowed value that an option has; else a ValueError names all, and the nearest.
+    """Return the allowed value that an option has; else a ValueError names all, and the nearest.
 
     ``other`` is what else the option may be, for the message.
     """

@@ -138,7 +138,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def forward_mode_level() -> int:
-    """The level of forward-mode derivatives, -1 outside of any; torch counts it in a variable."""
+    """Return the level of forward-mode derivatives, -1 outside; torch has it in a variable."""
     return int(torch.autograd.forward_ad._current_level)
 
 
@@ -283,12 +283,12 @@ REPLICA_MARK = "_is_replica"
 
 
 def original_module(module: torch.nn.Module) -> Any:
-    """The module in what ``torch.compile`` makes of one, or None."""
+    """Return the module inside one that ``torch.compile`` has made, or None."""
     return getattr(module, "_orig_mod", None)
 
 
 def state_versions(state: Mapping[str, Any]) -> Any:
-    """The versions of modules that ``state_dict()`` keeps beside their tensors, or None."""
+    """Return the versions of modules that ``state_dict()`` keeps beside their tensors, or None."""
     return getattr(state, "_metadata", None)
 
 
@@ -298,7 +298,7 @@ def set_state_versions(state: Any, versions: Any) -> None:
 
 
 def versions_being_loaded() -> Any:
-    """The versions in the state that ``load_state_dict()`` loads now, or None.
+    """Return the versions in the state that ``load_state_dict()`` loads now, or None.
 
     Torch hands a module its own version only, and looks up those of its children itself, under
     their paths. A wrapper has to let it find them if the state has other names. They are a local
@@ -358,14 +358,14 @@ tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_lea
 
 
 def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
-    """The numbers of parameters in a ``ZeroRedundancyOptimizer``, whose groups are made current."""
+    """Return the numbers of a ``ZeroRedundancyOptimizer``'s parameters, with current groups."""
     optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
     numbers: Mapping[torch.Tensor, int] = optimizer._param_to_index
     return numbers
 
 
 def take_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
-    """The optimizers that torch's ``_apply_optimizer_in_backward`` left on a parameter.
+    """Return the optimizers that torch's ``_apply_optimizer_in_backward`` left on a parameter.
 
     The hooks by which each would step by itself, before its gradient is reduced, are removed.
     """
@@ -404,7 +404,7 @@ _unbinding = threading.Lock()
 
 
 def new_process_group(parent: Any, ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    """A group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
+    """Return a group with a name of ours; ``new_group`` gives it one, and asks ranks outside of it.
 
     If the default group is bound to a device (``device_id=...``), torch splits communicators from
     it. To a split all its processes have to come, and only those of the parent do. So torch does
@@ -435,12 +435,12 @@ group_devices: Callable[[Any], list[torch.device]] = operator.attrgetter("_devic
 
 
 def group_backend(group: Any, device: torch.device) -> Any:
-    """The backend of a process group for a device."""
+    """Return the backend of a process group for a device."""
     return group._get_backend(device)
 
 
 def time_limits(group: Any) -> list[datetime.timedelta]:
-    """The time limits of the backends of a process group; somebody else's backend may have none."""
+    """Return the time limits of a group's backends; somebody else's backend may have none."""
     limits = []
     for device in group_devices(group):
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -529,7 +529,7 @@ def _around(original: Any, function: Any) -> Any:
 
 
 def rpc_device_map(worker: int) -> Mapping[torch.device, torch.device]:
-    """The devices whose tensors are sent to a worker as they are, and where they arrive."""
+    """Return the devices whose tensors are sent to a worker as they are, and their targets."""
     agent = rpc_agent()
     found: Mapping[torch.device, torch.device] = agent._get_device_map(
         agent.get_worker_info(worker)
@@ -538,7 +538,7 @@ def rpc_device_map(worker: int) -> Mapping[torch.device, torch.device]:
 
 
 def rpc_transport(name: str) -> dict[str, Any]:
-    """The arguments of ``TensorPipeRpcBackendOptions`` that name what carries calls."""
+    """Return the arguments of ``TensorPipeRpcBackendOptions`` that name the transports of calls."""
     return {"_transports": [name]}
 
 
@@ -616,7 +616,7 @@ def settings_of_calls_kept() -> AbstractContextManager[object]:
 
 
 def graphs_of_compiler() -> dict[str, Any]:
-    """The CUDA graphs that compiled code has recorded for this thread, and their locks, by name.
+    """Return the CUDA graphs that compiled code has recorded for this thread, and their locks.
 
     Empty where nothing can be recorded. Torch hands them on to the threads of its autograd engine
     alone, and compiled code fails in a thread that has none.

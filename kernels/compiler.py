@@ -37,13 +37,13 @@ _KERNEL = re.compile(rb"\0\.text\.(\w+)(?=\0)|\.entry (\w+)\(")
 
 
 def source_names() -> list[str]:
-    """The names of all sources, without their suffix."""
+    """Return the names of all sources, without their suffix."""
     return sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
 @functools.cache
 def source_text(name: str) -> str:
-    """The text of a source, with the headers in the place where they are included first.
+    """Return the text of a source, with the headers in the place where they are included first.
 
     This text finds a compiled kernel again, and must show a change of a header.
     """
@@ -105,7 +105,7 @@ def _names(code: bytes) -> tuple[str, ...]:
 
 
 def _architecture(nvrtc: Any, capability: tuple[int, int]) -> str:
-    """The device's own; for one newer than the compiler, one from which the driver goes on."""
+    """Return the device's own; for one newer than the compiler, one that the driver extends."""
     device = 10 * capability[0] + capability[1]
     known = [number for number in nvrtc.getSupportedArchs() if number <= device]
     if not known:

@@ -131,7 +131,7 @@ class Plan:
             ]
 
     def kernel(self, scale: float) -> str | None:
-        """The kernel, without its direction; None if there is none for this."""
+        """Return the kernel, without its direction; None if there is none for this."""
         if self.launches is None:
             return None
         if scale == 1 and self._is_uniform and self._dtype.itemsize in (2, 4, 8):
@@ -174,7 +174,7 @@ def plan_copy(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int])
 
 
 def collapse(shape: Sequence[int], place: Sequence[int], tensor: Sequence[int]) -> tuple[Dim, ...]:
-    """The fewest dimensions that say where each element of a place is in the tensor.
+    """Return the fewest dimensions that say where each element of a place is in the tensor.
 
     Example::
 
@@ -208,7 +208,7 @@ def _plan_tiles(dims: tuple[Dim, ...]) -> Copy | None:
 
 
 def _extents(columns: int, rows: int) -> tuple[int, int]:
-    """A tile of 64 by 64, or longer where one side has less, and its rows of odd length fit."""
+    """Return a tile of 64 by 64, or longer if one side has less, with rows of odd length."""
     if columns <= 64:
         return columns, min(rows, _TILE // (columns | 1))
     if rows <= 64:
@@ -217,7 +217,7 @@ def _extents(columns: int, rows: int) -> tuple[int, int]:
 
 
 def record(copy: Copy, offset: int, dtype: int) -> list[int]:
-    """The numbers of `Record` in flatten.cu: the plan, where its place begins, and its `Type`."""
+    """Return the numbers of `Record` in flatten.cu: plan, start of its place, and `Type`."""
     divisors = [_divisor(max(dim.size, 1)) for dim in copy.dims]
     return [
         offset,

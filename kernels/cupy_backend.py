@@ -108,7 +108,7 @@ class CupyBackend(Backend):
 
 
 def _load(device: torch.device, source: str) -> dict[tuple[torch.device, str, str], Any]:
-    """All kernels of a source, on the current device.
+    """Return all kernels of a source, on the current device.
 
     All of them, because CUDA loads a kernel when it is first asked for. At the first launch, that
     would fail while a graph is captured, and might wait for work on the device.

@@ -69,7 +69,7 @@ class BucketLayout:
         self._check_disjoint()
 
     def views_of(self, bucket: torch.Tensor) -> list[torch.Tensor]:
-        """The views of a bucket of this layout, of any dtype and device."""
+        """Return the views of a bucket of this layout, of any dtype and device."""
         first = self._bucket
         if bucket.data_ptr() == first.data_ptr() and bucket.dtype == first.dtype:
             return self._views
@@ -291,7 +291,7 @@ def _check_complex(tensors: Sequence[torch.Tensor | None], bucket: torch.Tensor)
 
 
 def _in_turn(shapes: Sequence[torch.Size | None], bucket: torch.Tensor) -> list[torch.Tensor]:
-    """The views of a bucket in which tensors lie one after another."""
+    """Return the views of a bucket in which tensors lie one after another."""
     given = [shape for shape in shapes if shape is not None]
     if len(given) < len(shapes):
         raise ValueError(

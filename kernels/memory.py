@@ -23,7 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values are added up and scaled: float32 for smaller floats."""
+    """Return the type in which values are added up and scaled: float32 for smaller floats."""
     if dtype.is_floating_point and dtype.itemsize < 4:
         return torch.float32
     return torch.complex64 if dtype == torch.complex32 else dtype
@@ -101,7 +101,7 @@ def mark_written(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of each element of a strided tensor as an integer; a view where that can be.
+    """Return the bits of each element of a strided tensor as an integer; a view where that can be.
 
     Those of a complex tensor have a last dimension of 2 more.
     """
@@ -112,7 +112,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of all elements of a strided tensor in row-major order, in one dimension."""
+    """Return the bytes of all elements of a strided tensor in row-major order, in one dimension."""
     values = tensor.detach()
     if values.is_neg() or values.is_conj() or not values.is_contiguous():
         values = bits_of(values).contiguous()

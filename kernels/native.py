@@ -82,14 +82,14 @@ class NativeExtension:
             return _loaded[self.name]
 
     def path(self) -> Path:
-        """The compiled file, which need not be there yet.
+        """Return the compiled file, which need not be there yet.
 
         Its place in the cache depends on the sources, torch, Python and the machine.
         """
         return cache_directory() / f"{self.prefix}-{self._fingerprint()}" / f"{self.name}.so"
 
     def _fingerprint(self) -> str:
-        """A short hash of all that the compiled file depends on."""
+        """Return a short hash of all that the compiled file depends on."""
         digest = hashlib.sha256()
         parts = [
             torch.__version__,
@@ -148,7 +148,7 @@ class NativeExtension:
         _say(f"compiled in {time.monotonic() - started:.0f} seconds")
 
     def _compiler(self) -> list[str]:
-        """The command of the C++ compiler."""
+        """Return the command of the C++ compiler."""
         if chosen := os.environ.get("CXX"):
             command = shlex.split(chosen)
             if command and shutil.which(command[0]):

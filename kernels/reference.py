@@ -114,7 +114,7 @@ def _are_small_and_alike(tensors: Sequence[torch.Tensor | None], bucket: torch.T
 def _chosen(
     views: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """The views of tensors that are not None."""
+    """Return the views of tensors that are not None."""
     return [view for view, tensor in zip(views, tensors, strict=True) if tensor is not None]
 
 
@@ -176,7 +176,7 @@ def _sum(first: int, data: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """The bytes as 64-bit words, with zeros behind the last one."""
+    """Return the bytes as 64-bit words, with zeros behind the last one."""
     if data.numel() % _WORD == 0 and data.storage_offset() % _WORD == 0:
         return data.view(torch.int64)
     words = torch.zeros(-(-data.numel() // _WORD), dtype=torch.int64, device=data.device)
@@ -185,7 +185,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
-    """Each word to another one, and no two to the same; in place."""
+    """Map each word to another one, and no two to the same; in place."""
     for factor in (*_FACTORS, None):
         # The upper half into the lower one; shifted, it comes with copies of the sign.
         words ^= (words >> 32).bitwise_and_(0xFFFFFFFF)
@@ -195,5 +195,5 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """The number from -2**63 to 2**63 - 1 that is the same modulo 2**64."""
+    """Return the number from -2**63 to 2**63 - 1 that is the same modulo 2**64."""
     return (number + 2**63) % 2**64 - 2**63

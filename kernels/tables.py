@@ -45,7 +45,7 @@ class ChunkTable(NamedTuple):
 # Tables are small, but a program could go through any number of lists.
 @functools.lru_cache(maxsize=4096)
 def chunk_table(sizes: tuple[int, ...], chunk: int, device: torch.device) -> ChunkTable:
-    """The table for tensors of these sizes, in any unit. See Note [Lists of tensors]."""
+    """Return the table for tensors of these sizes, in any unit. See Note [Lists of tensors]."""
     # Not on a default device of the caller.
     elements = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     counts = (elements + chunk - 1) // chunk

@@ -46,7 +46,7 @@ GRACE = 10.0
 
 
 def free_port() -> int:
-    """A port of this machine on which nobody listens at the moment."""
+    """Return a port of this machine on which nobody listens at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -94,7 +94,7 @@ class _Worker:
         self.process.join()
 
     def where(self) -> str:
-        """The Python stacks of all threads of the worker."""
+        """Return the Python stacks of all threads of the worker."""
         if not hasattr(signal, "SIGUSR1") or self.process.pid is None:
             return ""
         with contextlib.suppress(ProcessLookupError):
@@ -208,7 +208,7 @@ class Cluster:
         return _Worker(process, ours, stacks)
 
     def _collect(self, workers: list[_Worker], timeout: float, grace: float) -> list[_Reply]:
-        """The answer of every rank; whoever is late is ended."""
+        """Return the answer of every rank; whoever is late is ended."""
         deadline = time.monotonic() + timeout
         replies: dict[int, _Reply] = {}
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
@@ -282,7 +282,7 @@ def _catch_strays(stray: list[str]) -> None:
 
 
 def _run(received: bytes, stray: list[str]) -> bytes:
-    """The pickled reply to a pickled job."""
+    """Return the pickled reply to a pickled job."""
     stray.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

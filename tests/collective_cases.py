@@ -27,7 +27,7 @@ SHAPE = (12, 12, 2)
 
 
 def ops_of(dtype: torch.dtype) -> list[str]:
-    """The operations that a dtype has."""
+    """Return the operations that a dtype has."""
     left_out: tuple[str, ...] = ()
     if dtype.is_complex:
         left_out = (*EXTREMES, *BITWISE)
@@ -82,7 +82,7 @@ class Case:
 
 
 def reductions(op: str) -> list[Case]:
-    """All collectives that reduce."""
+    """Return all collectives that reduce."""
 
     def at_root(xs: Sequence[Tensor], rank: int) -> Tensor:
         return reduced(op, xs) if rank == len(xs) - 1 else torch.zeros_like(xs[rank])
@@ -111,7 +111,7 @@ def _reduce_scatter(op: str, dim: int) -> Case:
 
 
 def copies() -> list[Case]:
-    """All collectives that move."""
+    """Return all collectives that move."""
     cases = [_broadcast(src) for src in (0, 1)]
     for dim in (0, 1, -1):
         cases += [_all_gather(dim), _gather(dim)]
@@ -214,7 +214,7 @@ def layouts_of(dtype: torch.dtype) -> list[str]:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of ``x`` in memory of another layout; with equal rows where it is expanded."""
+    """Return the values of ``x`` in another layout; with equal rows if it is expanded."""
     if layout == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced":
@@ -243,14 +243,14 @@ PLACES = {
 
 
 def index() -> int:
-    """The replica in which a call runs."""
+    """Return the replica in which a call runs."""
     replica = current_replica()
     assert replica is not None
     return replica.index
 
 
 def each(slots: Sequence[str], call: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """The results of ``call``, in replica i with entry i of each column."""
+    """Return the results of ``call``, in replica i with entry i of each column."""
     devices = [torch.device(slot) for slot in slots]
     calls = [lambda i=i: call(*[column[i] for column in columns]) for i in range(len(slots))]
     return apply_replicas(calls, devices)

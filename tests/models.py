@@ -48,7 +48,7 @@ def twins(
 def placed(
     build: Callable[[], nn.Module], device: str, dtype: torch.dtype = torch.double
 ) -> nn.Module:
-    """A module made on a device, always with the same values."""
+    """Return a module made on a device, always with the same values."""
     torch.manual_seed(1)
     with torch.device(device):
         return build().to(dtype=dtype)

@@ -94,7 +94,7 @@ class Twins:
             q.grad = None if p.grad is None else p.grad.clone()
 
     def take(self, buckets: Sequence[Sequence[int]] = FIRST) -> None:
-        """The step of our optimizer; in backward, bucket by bucket, as the reducer does it."""
+        """Step our optimizer; in backward, bucket by bucket, as the reducer does it."""
         if self.kind == "sharded":
             self.ours.step()
             return
@@ -109,7 +109,7 @@ class Twins:
         assert all(p.grad is None for p in parameters)
 
     def step(self, buckets: Sequence[Sequence[int]] = FIRST, without: Sequence[int] = ()) -> None:
-        """A step of both, which leaves them equal."""
+        """Step both, which leaves them equal."""
         self.set_gradients(without=without)
         self.plain.step()
         self.take(buckets)

@@ -28,7 +28,7 @@ def keep_group() -> None:
 
 
 def completed(value: object) -> Future[Any]:
-    """A future with a result."""
+    """Return a future with a result."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future

@@ -109,7 +109,7 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def state_of(model: Any) -> list[Tensor]:
-    """Everything that a step leaves behind, and what the caller draws next."""
+    """Return everything that a step leaves behind, and what the caller draws next."""
     found = [p.grad for p in model.parameters()] + list(model.buffers())
     return [t.cpu().clone() for t in found] + [torch.rand(2)]
 

@@ -47,7 +47,7 @@ def spread(parts: list[Any], slots: list[str]) -> list[Any]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[Any, int]:
-    """A container whose tensors agree on the batch size along one dim, and that dim."""
+    """Return a container whose tensors agree on the batch size along one dim, and that dim."""
     size = draw(st.integers(0, 17))
     dim = draw(st.integers(-2, 1))
     other = draw(st.integers(1, 3))

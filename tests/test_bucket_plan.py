@@ -104,7 +104,7 @@ def test_what_the_assignment_refuses(args: tuple[Any, ...], message: str) -> Non
 
 
 def planned(sizes: Sequence[Any], **options: Any) -> list[tuple[int, ...]]:
-    """The buckets of parameters that have these bytes (float32 or another dtype)."""
+    """Return the buckets of parameters that have these bytes (float32 or another dtype)."""
     pairs = [size if isinstance(size, tuple) else (size, F32) for size in sizes]
     given = [tensor(size // dtype.itemsize, dtype) for size, dtype in pairs]
     return [*map(tuple, plan_buckets(given, **{"first_bytes": 8, "cap_bytes": 20, **options}))]

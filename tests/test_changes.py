@@ -64,7 +64,7 @@ class Doubled(nn.Linear):
 
 
 def changes(net: Any, device: str) -> Iterator[Callable[[], object]]:
-    """Each changes another thing in a net of a linear layer, dropout, Scaled and Named."""
+    """Yield changes of one thing each in a net of a linear layer, dropout, Scaled and Named."""
     linear, scaled, named = net[0], net[2], net[3]
 
     def rename(table: Any, old: str, new: str) -> Callable[[], object]:
@@ -207,7 +207,7 @@ def test_a_step_copies_as_often_however_many_layers_there_are(
 def build(
     wrapper: Wrapper, devices: list[str] = DEVICES, *, train: bool = False, forwards: int = 12
 ) -> tuple[nn.Module, nn.Module, Tensor]:
-    """A module, its wrapper after some forwards, and a batch."""
+    """Return a module, its wrapper after some forwards, and a batch."""
     norm = nn.LayerNorm(4) if train else nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).to(devices[0])
     model, x = wrapper(module, devices).train(train), torch.randn(6, 3, device=devices[0])

@@ -222,7 +222,7 @@ def test_the_end_is_clean(ends: dict[str, tuple[int, str, str]], name: str) -> N
 
 
 def fork(name: str, folder: str) -> int:
-    """A process that writes to files of its own; 0 in that one."""
+    """Return a process that writes to files of its own; 0 in that one."""
     process = os.fork()
     if process == 0:
         for number, suffix in ((1, "out"), (2, "err")):

@@ -55,7 +55,7 @@ class Fill:
 
 
 def asynchronous(value: Tensor, error: str = "") -> tuple[Any, Fill]:
-    """A result with garbage in its memory, which a work is to fill with ``value``."""
+    """Return a result with garbage in its memory, which a work is to fill with ``value``."""
     raw = value.clone() if value.dim() < 2 else value.clone(memory_format=torch.preserve_format)
     work = Fill(raw.data, raw.detach().clone(), error)
     raw.data.fill_(77)

@@ -30,13 +30,13 @@ def weights(member: int, like: Tensor, seed: int) -> Tensor:
 
 
 def loss(y: Tensor, member: int) -> Tensor:
-    """A number that depends on a result in a curved way, in another one at each member."""
+    """Return a number that depends on a result in a curved way, in another one at each member."""
     curved = (y * y.conj()).real.sqrt().sin() if y.is_complex() else y.sin()
     return (weights(member, y, 1) * curved).sum()
 
 
 def follow(gradient: Tensor, member: int) -> Tensor:
-    """A number that depends on a gradient."""
+    """Return a number that depends on a gradient."""
     real = gradient.real + 2 * gradient.imag if gradient.is_complex() else gradient
     return (weights(member, real, 2) * real).sum()
 

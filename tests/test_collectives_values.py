@@ -56,7 +56,7 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same values with gaps between them."""
+    """Return the same values with gaps between them."""
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
@@ -227,7 +227,7 @@ FLOATS = [*cases.FLOATING, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def reduce_floats(rank: int, world_size: int, device: str) -> Faults:
-    """All combinations of special values, and random bits; signs of zeros too."""
+    """Return all combinations of special values, and random bits; signs of zeros too."""
     faults = []
     table = torch.cartesian_prod(*[torch.tensor(SPECIAL)] * world_size).view(-1, world_size)
     for dtype in FLOATS:

@@ -58,7 +58,7 @@ def sparse(values: Sequence[float], indices: Sequence[int]) -> torch.Tensor:
 
 
 def in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum in replica order; of floats of 16 bits in float32, rounded once."""
+    """Return the sum in replica order; of floats of 16 bits in float32, rounded once."""
     dtype = tensors[0].dtype
     total = tensors[0].float() if dtype.itemsize == 2 else tensors[0]
     for tensor in tensors[1:]:

@@ -68,7 +68,7 @@ def net(layout: Any = torch.channels_last) -> Any:
 def train(
     model: nn.Module, rank: int, steps: int = 6, *, step_here: bool = True, first: int = 0
 ) -> list[Tensor]:
-    """The parameters and the last gradients after some steps."""
+    """Return the parameters and the last gradients after some steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
@@ -109,7 +109,7 @@ class Known(nn.Module):
 
 
 def reduced(hook: object, dtype: torch.dtype = F32, **options: Any) -> dict[str, Tensor]:
-    """The gradients that a hook has made of those of :class:`Known`."""
+    """Return the gradients that a hook has made of those of :class:`Known`."""
     model = DistributedDataParallel(Known(dtype), ["cpu"], **{"timeout": 5.0, **options})
     try:
         model.register_comm_hook(None if isinstance(hook, str) else 3.0, hook)

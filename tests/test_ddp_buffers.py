@@ -101,7 +101,7 @@ PLACES: list[tuple[tuple[str, str], list[str] | None]] = [
 
 
 def _states(rank: int, world_size: int, place: Any, options: dict[str, Any]) -> list[State]:
-    """The state at first and after each forward, its output, and whether buffers will be sent."""
+    """Return the state at first and after each forward, its output, and if buffers go out."""
     devices, slots = place or (("cpu", "cpu"), None)
     net, options = Net(rank, *devices), dict(options)
     ignored, copied = options.pop("ignored", []), options.pop("copied", False)

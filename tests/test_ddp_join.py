@@ -104,7 +104,7 @@ def _optimizer(model: Any, block: Block) -> Any:
 
 
 def _joined(rank: int, world_size: int, block: Block, ours: bool) -> tuple[State, list[bool]]:
-    """The state after all blocks, and for each step whether the branch had a gradient."""
+    """Return the state after all blocks, and for each step whether the branch had a gradient."""
     if ours:
         net = make_net().to(block.devices[0])
         model: Any = dp.DistributedDataParallel(net, block.devices, **block.options)

@@ -143,7 +143,7 @@ _DIFFERENT = {
 
 
 def _logging(rank: int, world_size: int, replicas: int) -> list[dict[str, Any]]:
-    """The data at first, after each step, and after forwards that are no iteration."""
+    """Return the data at first, after each step, and after forwards that are no iteration."""
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).double()
     model = wrap(net, replicas, find_unused_parameters=False)
@@ -184,7 +184,7 @@ def test_logging_data_has_the_entries_of_torch(cluster: Cluster) -> None:
 
 
 def _unused(rank: int, world_size: int, replicas: int) -> list[Any]:
-    """The logging data before and after a parameter has had no gradient, against what was said."""
+    """Return the logging data before and after a parameter without a gradient."""
     net = Net("cpu", lambda net, x, all: two_layers(net, x) if all else one_layer(net, x, 0))
     net.layers[2].requires_grad_(False)
     model = wrap(net, replicas, find_unused_parameters=False)

@@ -61,7 +61,7 @@ MODULES = (dataparallel, checkpoint, collectives, comm, distributed_autograd, ke
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Everything that users call, with its qualified name."""
+    """Yield everything that users call, with its qualified name."""
     for module in MODULES:
         for name in module.__all__:
             value = getattr(module, name)
@@ -74,7 +74,7 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 def example_of(value: Any) -> str | None:
-    """The block after ``Example::``, dedented."""
+    """Return the block after ``Example::``, dedented."""
     text = inspect.getdoc(value) or ""
     found = re.search(r"^Example::\n\n((?:[ ]+.*\n|\n)+)", text + "\n", re.MULTILINE)
     return textwrap.dedent(found.group(1)).strip() + "\n" if found else None
@@ -84,7 +84,7 @@ EXAMPLES = {name: code for name, value in public() if (code := example_of(value)
 
 
 def path_of(page: pathlib.Path) -> str:
-    """Its path in this repository, as one writes it in a link."""
+    """Return its path in this repository, as one writes it in a link."""
     return page.relative_to(ROOT).as_posix()
 
 
@@ -98,7 +98,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: pathlib.Path) -> list[Block]:
-    """The ``python`` fences of a page."""
+    """Return the ``python`` fences of a page."""
     text = page.read_text()
     fence = r"^([ ]*)```python\n(.*?)^\1```\n(?:\n*^\1```text\n(.*?)^\1```\n)?"
     return [
@@ -112,7 +112,7 @@ def blocks_of(page: pathlib.Path) -> list[Block]:
 
 
 def definitions(guide: str) -> str:
-    """The imports and classes of a guide, without its scripts, as a text to run."""
+    """Return the imports and classes of a guide, without its scripts, as a text to run."""
     kept = []
     for _, code, _ in blocks_of(ROOT / "docs" / "guides" / f"{guide}.md"):
         for each in [] if code.startswith(LAUNCHED) else ast.parse(code).body:

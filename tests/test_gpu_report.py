@@ -17,7 +17,7 @@ from tests.kernels.host_backend import HostBackend
 
 
 def part(title: str, code: str, limit: float = 30.0, **more: object) -> Part:
-    """A part that runs some Python."""
+    """Return a part that runs some Python."""
     return Part("tests", title, (sys.executable, "-c", code), limit, **more)  # type: ignore[arg-type]
 
 

@@ -34,7 +34,7 @@ def commands() -> list[str]:
 
 
 def on_machine(rank: int, command: str) -> tuple[list[str], dict[str, str]]:
-    """A command of the guide as one types it on a machine: its words, and its environment."""
+    """Return the words and the environment of a command of the guide on a machine."""
     if rank == 1:
         command = command.replace("--node-rank 0", "--node-rank 1")
         command = command.replace("is_host=1", "is_host=0")
@@ -60,7 +60,7 @@ def start(rank: int, command: str, folder: pathlib.Path) -> subprocess.Popen[str
 
 
 def train(rank: int, world_size: int, command: str, folder: pathlib.Path) -> str:
-    """A training on one of the machines; gives what it prints."""
+    """Train on one of the machines, and return what it prints."""
     running = start(rank, command, folder)
     output, errors = running.communicate()
     if running.returncode:

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
 
 
 def quoted() -> set[str]:
-    """The messages in the first columns of the page's tables."""
+    """Return the messages in the first columns of the page's tables."""
     cells = re.findall(r"^\| (.*?) \|", PAGE.read_text(), re.MULTILINE)
     codes = [code for cell in cells for code in re.findall(r"`([^`]*)`", cell)]
     return {code for code in codes if " " in code}
@@ -34,7 +34,7 @@ def pattern(message: str) -> str:
 
 
 def texts() -> Iterator[str]:
-    """The texts of our sources, with something in place of what they fill in."""
+    """Yield the texts of our sources, with something in place of what they fill in."""
     for folder in ("dataparallel", "kernels", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -143,7 +143,7 @@ def lora() -> nn.Module:
 
 
 def classes(number: int, ignored: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """One label for each sample."""
+    """Return one label for each sample."""
     return [
         {**row, "labels": torch.tensor(-100 if i in ignored else int(row["input_ids"][0]) % 3)}
         for i, row in enumerate(samples(number))
@@ -161,7 +161,7 @@ def full(number: int) -> list[dict[str, Any]]:
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
-    """A loss of the user's, on the outputs of the whole batch."""
+    """Return a loss of the user's, on the outputs of the whole batch."""
     logits = outputs["logits"].flatten(0, 1)
     losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
     total: Tensor = losses / num_items_in_batch

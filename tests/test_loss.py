@@ -201,7 +201,7 @@ def made(name: str, reduction: str) -> Criterion:
 
 
 def batch(name: str, samples: int) -> tuple[Tensor, Any]:
-    """The output and the targets."""
+    """Return the output and the targets."""
     x, *targets = CASES[name][2:]
     if isinstance(targets[0], dict):
         return x(samples), {key: make(samples) for key, make in targets[0].items()}

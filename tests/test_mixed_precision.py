@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def expected(net: Net, dtype: torch.dtype, x: Tensor, num_chunks: int) -> list[Tensor]:
-    """The gradients of a mean square when each chunk's are computed in ``dtype``."""
+    """Return the gradients of a mean square when each chunk's are computed in ``dtype``."""
     twin = Net(dtype)
     twin.load_state_dict(net.state_dict())
     parameters = list(twin.parameters())

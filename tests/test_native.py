@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NativeExtension:
 
 
 def compiler_that_says(directory: Path, text: str) -> str:
-    """A compiler that runs a line of shell first, and notes each call in ``log``, beside it."""
+    """Return a compiler that first runs a line of shell, and notes each call in ``log``."""
     compiler = directory / "compiler"
     real = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {directory}/log\n{text}\nexec {real} "$@"\n')

@@ -122,7 +122,7 @@ def place(rank: int, world: int, replica: int = 0, slot: str = "cpu") -> str:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """A copy of all that a step changes, as bytes."""
+    """Return a copy of all that a step changes, as bytes."""
     tensors = list(model.state_dict().values())
     for state in optimizer.state.values():
         tensors += state.values()

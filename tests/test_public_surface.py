@@ -52,7 +52,7 @@ OWN_METHODS = ["add_replica", "close", "drop_replica", "loss"]
 
 
 def find(path: str) -> object:
-    """The object of a full name: from a module as users call it, or as the files lie."""
+    """Return the object of a full name: from a module as users call it, or as the files lie."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         with contextlib.suppress(ModuleNotFoundError):

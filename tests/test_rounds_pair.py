@@ -55,7 +55,7 @@ def data(rank: int, step: int) -> Tensor:
 
 
 def mean_of(step: int, world_size: int, average: str = "processes") -> list[Tensor | None]:
-    """The gradients of a step in all ranks together."""
+    """Return the gradients of a step in all ranks together."""
     bare = Net("cpu", two_layers)
     samples = sum(3.0 + rank for rank in range(world_size))
     for rank in range(world_size):

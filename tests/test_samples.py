@@ -31,7 +31,7 @@ def registry() -> Iterator[None]:
 
 
 def shapes(container: Any) -> Any:
-    """A container with the shape of each tensor in its place."""
+    """Return a container with the shape of each tensor in its place."""
     leaves, structure = flatten(container)
     return structure.rebuild([tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves])
 

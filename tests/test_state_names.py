@@ -65,7 +65,7 @@ recipes: st.SearchStrategy[Recipe] = st.recursive(
 
 
 def build(recipe: Recipe, kind: str | None) -> Any:
-    """The module of a recipe with one kind of wrappers, or with those that it names."""
+    """Return the module of a recipe with one kind of wrappers, or with those that it names."""
     if recipe == "linear":
         return nn.Linear(2, 2)
     if recipe == "norm":

@@ -59,7 +59,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.cache
 def sources() -> dict[str, ast.Module]:
-    """The syntax tree of every source file, under the name by which it is imported."""
+    """Return the syntax tree of every source file, under the name by which it is imported."""
     folders = {"dataparallel": "dataparallel", "tools": "dataparallel.tools"}
     folders["kernels"] = "dataparallel.kernels"
     return {
@@ -108,7 +108,7 @@ def imported(tree: ast.Module, typed: bool = True) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """The folder or the file at the root of the package in which a module is."""
+    """Return the folder or the file at the root of the package in which a module is."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -118,7 +118,7 @@ def own(tree: ast.Module) -> list[str]:
 
 @functools.cache
 def floors() -> dict[str, int]:
-    """The place of each room in ORDER, counted from the top."""
+    """Return the place of each room in ORDER, counted from the top."""
     return {
         each.strip(): floor
         for floor, rooms in enumerate(ORDER.split(">"))
@@ -228,7 +228,7 @@ def test_the_core_trains_where_nothing_else_is_installed_and_loads_few_modules()
 
 
 def stores(tree: ast.AST, own: bool) -> list[ast.Attribute]:
-    """The attributes that are assigned in a tree, to ``self`` or to others."""
+    """Return the attributes that are assigned in a tree, to ``self`` or to others."""
     return [
         node
         for node in ast.walk(tree)
@@ -252,7 +252,7 @@ def inherited_state(owner: ast.ClassDef) -> set[str]:
 
 
 def assigned_from_outside(tree: ast.Module) -> list[str]:
-    """The attributes of others' classes that a file assigns."""
+    """Return the attributes of others' classes that a file assigns."""
     owners = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     # Fields, variables of the file, and what its classes assign to ``self``.
     here = {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}

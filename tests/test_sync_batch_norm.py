@@ -53,14 +53,14 @@ def converted(bare: nn.Module, group: Any = None) -> Any:
 
 
 def torchs(bare: nn.Module, group: Any = None) -> Any:
-    """A copy as scripts for several GPUs make it."""
+    """Return a copy as scripts for several GPUs make it."""
     return nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(bare), group)
 
 
 def wrapped(
     bare: nn.Module, slots: list[str], how: Any, wrapper: Any = DataParallel
 ) -> DataParallel[Any]:
-    """A wrapper of a copy whose layers are synchronized in some way."""
+    """Return a wrapper of a copy whose layers are synchronized in some way."""
     net = copy.deepcopy(bare)
     if how in TORCHS:
         return wrapper(torchs(bare), slots, buffers=how.split()[-1])  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ def wrapped(
 
 
 def filled(layer: nn.Module) -> nn.Module:
-    """The layer with weights that are not all one."""
+    """Return the layer with weights that are not all one."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_()

@@ -70,7 +70,7 @@ def machine(
     cache: pathlib.Path | None = None,
     **others: Any,
 ) -> Probe:
-    """A machine with nothing on it but what is given; CuPy serves so many devices."""
+    """Return a machine with nothing on it but what is given; CuPy serves so many devices."""
 
     def distribution(name: str) -> Any:
         if name not in (packages or {}):

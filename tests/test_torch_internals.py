@@ -53,7 +53,7 @@ TORCHS_OWN = {
 
 
 def defined_in(tree: ast.AST) -> Iterator[str]:
-    """The names that a source gives to functions, classes, variables and attributes."""
+    """Yield the names that a source gives to functions, classes, variables and attributes."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
@@ -84,7 +84,7 @@ def paths_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def touches(tree: ast.Module, ours: Collection[str]) -> list[str]:
-    """The places of a source that touch a private name of torch.
+    """Return the places of a source that touch a private name of torch.
 
     A source does not tell what an object is, so an attribute is torch's if none of our files
     defines it. One that has the same name as ours slips through, unless it is in ``TORCHS_OWN``.
@@ -164,7 +164,7 @@ def entries() -> dict[str, str]:
 
 
 def missing(module: types.ModuleType) -> list[str]:
-    """The entries that have no name of torch."""
+    """Return the entries that have no name of torch."""
     pairs = [*vars(module).items(), *enumerate(sum(module.THREAD_SETTINGS, ()))]
     return [str(name) for name, entry in pairs if type(entry) is module._Missing]
 

@@ -104,7 +104,7 @@ def test_another_model_is_an_error_in_all_ranks(
 
 
 def tensors_of(device: str = "cpu") -> dict[str, Tensor]:
-    """A weight, a bias, and the buffers of a batch norm."""
+    """Return a weight, a bias, and the buffers of a batch norm."""
     torch.manual_seed(3)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device)
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -197,7 +197,7 @@ Writes: TypeAlias = list[tuple[int, int]]
 
 
 def _check(rank: int, world_size: int, devices: list[list[str]], writes: Writes) -> tuple[str, int]:
-    """The message in a rank, and the number of collectives."""
+    """Return the message in a rank, and the number of collectives."""
     replicas = [tensors_of(device) for device in devices[rank]]
     for where, replica in writes:
         if where == rank:

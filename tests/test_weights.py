@@ -42,7 +42,7 @@ def num_labels(x: Tensor, labels: Tensor) -> Tensor:
 
 
 def labeled_batch(rank: int, lengths: list[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """A sequence of 6 for each of ``lengths``, of which so many labels count."""
+    """Return a sequence of 6 for each of ``lengths``, of which so many labels count."""
     random = torch.Generator().manual_seed(rank)
     x = torch.randn(len(lengths), 6, 4, dtype=torch.double, generator=random)
     labels = torch.randint(0, 3, (len(lengths), 6), generator=random)

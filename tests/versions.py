@@ -57,7 +57,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 def find_pythons() -> dict[str, str]:
-    """The supported Pythons of this machine: version with two numbers -> path."""
+    """Return the supported Pythons of this machine: version with two numbers -> path."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [sys.executable, *filter(None, map(shutil.which, ("python3", "python")))]
     candidates += filter(None, (shutil.which(f"python{version}") for version in PYTHONS))
@@ -74,7 +74,7 @@ def find_pythons() -> dict[str, str]:
 
 
 def choose_pythons(names: str, found: dict[str, str]) -> list[str]:
-    """The versions that are meant by a list of versions, ``all`` and ``other`` among them."""
+    """Return the versions that a list of versions means, with ``all`` and ``other``."""
     this = ".".join(map(str, sys.version_info[:2]))
     # The one in the middle first, which most users have.
     others: list[str] = [each for each in ("3.12", "3.13", "3.11", "3.10") if each in found]
@@ -84,7 +84,7 @@ def choose_pythons(names: str, found: dict[str, str]) -> list[str]:
 
 
 def choose_torches(names: str) -> list[str]:
-    """The requirements of pip that are meant by a list of versions."""
+    """Return the requirements of pip that are meant by a list of versions."""
     known = {"all": TORCHES, "oldest": TORCHES[:1], "newest": ("",)}
     versions = [version for name in names.split(",") for version in known.get(name, (name,))]
     # With two numbers the last release of these.

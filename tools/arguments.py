@@ -77,7 +77,7 @@ def add_command(
 
 
 def late(module: Callable[[], ModuleType], *, extra: str) -> Callable[[argparse.Namespace], int]:
-    """The ``run`` of a module that nobody imports before its command is called.
+    """Return the ``run`` of a module that nobody imports before its command is called.
 
     Args:
         module: Imports it.
@@ -100,7 +100,7 @@ def print_help(parser: argparse.ArgumentParser) -> int:
 
 
 def names_in(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """A converter for comma-separated lists that may hold ``known`` names only."""
+    """Return a converter for comma-separated lists that may hold ``known`` names only."""
 
     def convert(text: str) -> list[str]:
         given = [name.strip() for name in text.split(",") if name.strip()]

@@ -65,7 +65,7 @@ def _failed(error: OSError) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all subcommands. Each lives in a package of its own and adds itself."""
+    """Return the parser with all subcommands. Each lives in its own package and adds itself."""
     parser = Parser(
         prog="dataparallel",
         description="Train PyTorch models on all devices of a machine from one process.",

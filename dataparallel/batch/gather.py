@@ -320,7 +320,7 @@ def _are_samples(column: Sequence[Any], cell: _Cell) -> bool:
 
 
 def _join_others(column: Sequence[Any], cell: _Cell) -> Any:
-    """The value of all replicas, or a list with that of each."""
+    """Return the value of all replicas, or a list with that of each."""
     first = column[0]
     if len(column) > 1 and isinstance(first, types.GeneratorType):
         raise TypeError(
@@ -417,7 +417,7 @@ def _warn_of_size(column: Sequence[Tensor], gathered: Tensor, cell: _Cell) -> No
 
 
 def _add_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
-    """The sum of tensors of one shape."""
+    """Return the sum of tensors of one shape."""
     shapes = [tuple(tensor.shape) for tensor in column]
     if len(set(shapes)) > 1:
         raise ValueError(
@@ -437,7 +437,7 @@ def _sum(terms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
-    """The mean or the sum of 0-d tensors."""
+    """Return the mean or the sum of 0-d tensors."""
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in column])
     if cell.scalars == "sum":
         return _sum([tensor.to(dtype) for tensor in column], cell.device)
@@ -567,7 +567,7 @@ def _refuse_mean(scalars: ScalarsOption) -> None:
 
 
 def read_weight(what: str, found: Any) -> float:
-    """A weight, from what the caller gave for ``what``; may wait for its device."""
+    """Return a weight from the caller's value for ``what``; may wait for its device."""
     try:
         weight = float(found.detach() if isinstance(found, Tensor) else found)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -350,7 +350,7 @@ class Unit(NamedTuple):
     is_told: bool
 
     def entries(self, leaves: Sequence[Any]) -> list[Sequence[Any]]:
-        """The leaves of each of its entries."""
+        """Return the leaves of each of its entries."""
         found, start = [], self.start
         for child in self.structure.children:
             found.append(leaves[start : start + child.num_leaves])
@@ -358,7 +358,7 @@ class Unit(NamedTuple):
         return found
 
     def tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors in it that have dimensions."""
+        """Return the tensors in it that have dimensions."""
         own = leaves[self.start : self.start + self.structure.num_leaves]
         return [leaf for leaf in own if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
@@ -372,7 +372,7 @@ def find_units(
     place: Place = (),
     start: int = 0,
 ) -> Iterator[Unit]:
-    """The lists and registered objects of a container, outer ones first, except at ``roots``.
+    """Yield the lists and registered objects of a container, outer ones first, without ``roots``.
 
     A list within one that is known to hold samples is none.
     """
@@ -448,7 +448,7 @@ def is_within(place: Place, others: Iterable[Place]) -> bool:
 
 
 def size_along(tensor: torch.Tensor, dim: int) -> int | None:
-    """The size of a tensor along a dim; None if it has no such dim."""
+    """Return the size of a tensor along a dim; None if it has no such dim."""
     return tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else None
 
 
@@ -491,7 +491,7 @@ def _key_of(unit: Unit, structure: Structure) -> Any:
 
 
 def _batch_size(split: Sequence[Leaf]) -> int | None:
-    """The number of samples that all have which are split."""
+    """Return the number of samples, which all split leaves share."""
     found: dict[int, Leaf] = {}
     for leaf in split:
         found.setdefault(leaf.size, leaf)
@@ -544,7 +544,7 @@ def _refuse_length(leaf: Leaf, batch_size: int, known: set[str] | None) -> None:
 def settle(
     batch_size: int | None, num_slots: int, given: Sequence[int] | ChunkSizesOf | None
 ) -> tuple[int, ...]:
-    """The sizes of the chunks, at least one, for as many slots as take part."""
+    """Return the sizes of the chunks, at least one, for as many slots as take part."""
     if batch_size is None:
         return (1,)
     if given is None:
@@ -566,7 +566,7 @@ def settle(
 
 
 def execute(plan: ScatterPlan, devices: Sequence[torch.device]) -> list[Any]:
-    """The planned container for each chunk, on as many of the first devices."""
+    """Return the planned container for each chunk, on as many of the first devices."""
     slots = devices[: len(plan.sizes)]
     # One tensor of the caller is one tensor in each replica.
     parts: dict[tuple[int, int], Sequence[Any]] = {}
@@ -595,7 +595,7 @@ def _split(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> S
 
 
 def _divide(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> Sequence[Any]:
-    """The samples that each slot gets of a list, or of an object that holds them one by one."""
+    """Return each slot's samples of a list, or of an object that holds them one by one."""
     holder = batch_type_of(leaf.value)
     assert holder is not None
     if len(slots) == 1:
@@ -617,7 +617,7 @@ def _divide(leaf: Leaf, sizes: Sequence[int], slots: Sequence[torch.device]) -> 
 def _whole(
     leaves: Sequence[Leaf], slots: Sequence[torch.device]
 ) -> dict[tuple[int, int], Sequence[torch.Tensor]]:
-    """The copies of tensors that go whole to each slot, by their identity and dim."""
+    """Return the copies of tensors that go whole to each slot, by their identity and dim."""
     # No replica may see the in-place writes of another one. The first slot on a tensor's own device
     # gets the tensor itself, as the bare module would; Broadcast shares memory between the others.
     copies: dict[tuple[int, int], Sequence[torch.Tensor]] = {}
@@ -646,7 +646,7 @@ def _whole(
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor itself if it is on ``device``, else a copy with an edge in autograd."""
+    """Return the tensor itself if it is on ``device``, else a copy with an edge in autograd."""
     if tensor.device == device:
         return tensor
     sources = behind_own_nodes([tensor], device)
@@ -655,7 +655,7 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def move(container: Any, device: DeviceLike | None) -> Any:
-    """A container without markers, its tensors on ``device``, with edges in autograd.
+    """Return a container without markers, its tensors on ``device``, with edges in autograd.
 
     -1 means the CPU; None leaves each tensor where it is.
     """

@@ -97,7 +97,7 @@ class Structure:
         return is_sequence and isinstance(self.keys, range)
 
     def part(self, place: Place) -> tuple[Structure, int]:
-        """The structure at a place, and how many leaves are before it."""
+        """Return the structure at a place, and how many leaves are before it."""
         found, start = self, 0
         for position in place:
             start += sum([child.num_leaves for child in found.children[:position]])
@@ -125,7 +125,7 @@ class Structure:
         return f"{root}.{key}" if root else key
 
     def paths(self, root: str) -> list[str]:
-        """One expression per leaf, such as ``inputs[0]['mask']``, for error messages."""
+        """Return one expression per leaf, such as ``inputs[0]['mask']``, for error messages."""
         if self.kind is None:
             return [root]
         return [
@@ -159,7 +159,7 @@ class Path(NamedTuple):
 
 
 def flatten(obj: Any, *, like: Structure = LEAF) -> tuple[list[Any], Structure]:
-    """The leaves of a container in order, and the structure that builds it around others.
+    """Return the leaves of a container in order, and the structure that builds it around others.
 
     Dicts with the same keys as in ``like`` are taken in its order.
     """
@@ -295,7 +295,7 @@ def registered_type(kind: type) -> BatchType | None:
 
 
 def find_movable(structure: Structure, place: Place = ()) -> Iterator[Place]:
-    """The places of objects in a container that know themselves how to get to a device."""
+    """Yield the places of objects in a container that know how to get to a device."""
     if _registered and structure.has_units:
         holder = registered_type(structure.kind or object)
         if holder is not None and holder.to is not None:
@@ -333,7 +333,7 @@ def _may_be_unit(kind: type) -> bool:
 
 
 def _open(obj: Any, like: Structure) -> _Opened:
-    """A container that is neither a plain tuple nor a list; without keys where it is a leaf."""
+    """Return a container that is neither a plain tuple nor a list; without keys for a leaf."""
     kind: Any = type(obj)
     keys: Sequence[Any] = ()
     if kind is Replicate:
@@ -364,7 +364,7 @@ def _open(obj: Any, like: Structure) -> _Opened:
 
 
 def _another(obj: Any, keys: Sequence[Any], children: Sequence[Any]) -> Any:
-    """A container like ``obj`` with other children, made without the methods of its class.
+    """Return a container like ``obj`` with other children, made without the methods of its class.
 
     They may check, convert or refuse what they are given, and the original has been through that.
     """
@@ -397,7 +397,7 @@ def may_hold(obj: Any) -> bool:
 
 
 def held_tensors(obj: Any) -> list[torch.Tensor]:
-    """The tensors that an object holds, however deep, each once."""
+    """Return the tensors that an object holds, however deep, each once."""
     found: list[torch.Tensor] = []
     seen: dict[int, Any] = {}
     pending = [obj]

@@ -57,7 +57,7 @@ class _Done:
 
 
 def waiting(tensor: Tensor, work: Work) -> AsyncCollectiveTensor:
-    """A view of all of a plain tensor that waits, before its first use, for what writes it."""
+    """Return a view of a plain tensor that waits, before its first use, for its writer."""
     with _as_itself(tensor):
         torch_internals.push_bare_mode(_Wrapping(work))
         try:
@@ -150,7 +150,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         return plain
 
     def trigger_wait(self) -> Tensor:
-        """The same as :meth:`wait`, by torch's name."""
+        """Return the same as :meth:`wait`, by torch's name."""
         return self.wait()
 
     # --- operations --------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         return copy.deepcopy(self._leaf() if self.is_leaf else self.wait(), memo)
 
     def _leaf(self) -> Tensor:
-        """The plain tensor without a history, as a copy of it starts."""
+        """Return the plain tensor without a history, as a copy of it starts."""
         leaf = self.wait().detach().requires_grad_(self.requires_grad)
         is_parameter = isinstance(self, torch.nn.Parameter)
         return torch.nn.Parameter(leaf, self.requires_grad) if is_parameter else leaf
@@ -239,7 +239,7 @@ class AsyncCollectiveTensor(_TorchAsync):
         return _wrapped(inner_tensors["elem"], _Done())
 
     def _view_func_unsafe(self, new_base: Tensor, on_int: Any = None, on: Any = None) -> Tensor:
-        """The same view of another base, as a compiler makes it of a fake one.
+        """Return the same view of another base, as a compiler makes it of a fake one.
 
         Torch's own replays what autograd recorded, and so returns a plain view. Torch 2.11 would
         compile for that, and hand the code the tensor that has no memory. Numbers stay as they are:
@@ -281,7 +281,7 @@ def _kind_of(func: Any) -> str:
 
 
 def _ready(value: Any, wrappers: list[AsyncCollectiveTensor]) -> Any:
-    """The value with all tensors waited for and unwrapped; those go to ``wrappers``."""
+    """Return the value with all tensors waited for and unwrapped; those go to ``wrappers``."""
     if isinstance(value, AsyncCollectiveTensor):
         value._work.wait()
         wrappers.append(value)

@@ -121,7 +121,7 @@ class Exchange:
         return dist.all_to_all_single(arrived, sent, gets, gives, group, async_op=True)
 
     def traced(self, group: str) -> list[Tensor]:
-        """The results by torch's operators, which compilers know."""
+        """Return the results by torch's operators, which compilers know."""
         operators = torch_internals.functional_operators
         if self.primitive == "nothing":
             arrived = self.sent
@@ -138,7 +138,7 @@ class Exchange:
 
 
 def exchange_of(collective: Collective, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
-    """The exchange for a collective, from what the members of this process give."""
+    """Return the exchange for a collective, from what the members of this process give."""
     if inputs[0].numel() == 0 and not isinstance(collective, AllToAll):
         shapes = [
             collective.shape(x, member, layout.size)
@@ -161,7 +161,7 @@ def exchange_of(collective: Collective, inputs: Sequence[Tensor], layout: Layout
 
 
 def _reduction(collective: Collective, inputs: Sequence[Tensor], layout: Layout) -> Exchange:
-    """A reduction that all members get, or the root; the others get zeros."""
+    """Return a reduction that all members get, or the root; the others get zeros."""
     op, root = collective.op, collective.root
     begun = "sum" if op == "avg" else op
     devices = [x.device for x in inputs]
@@ -212,7 +212,7 @@ def _loaded(op: str, own: Tensor) -> tuple[str | None, Tensor]:
 
 
 def _restored(op: str, arrived: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of what was loaded."""
+    """Return the values of a loaded tensor."""
     if op in EXTREMES and dtype == torch.uint64:
         return (arrived ^ torch.iinfo(torch.int64).min).view(dtype)
     if dtype.is_complex:
@@ -354,7 +354,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """A tensor as it travels where it is only moved: flat."""
+    """Return a tensor as it travels where it is only moved: flat."""
     flat = _plain(x).view(-1)
     return flat if x.dtype in _MOVED else flat.view(torch.uint8)
 
@@ -369,7 +369,7 @@ def _scale(like: Tensor) -> int:
 
 
 def spread(value: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """The value on each device, each in memory of its own; itself where a device is its own."""
+    """Return the value on each device, in its own memory; itself if the device is its own."""
     if all(device == value.device for device in devices):
         return [value, *(value.clone() for _ in devices[1:])]
     # Copies on one device share memory, and each replica may write to its own.
@@ -382,7 +382,7 @@ def spread(value: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def bring(piece: Tensor, device: torch.device) -> Tensor:
-    """A piece on ``device``: itself, or a copy."""
+    """Return a piece on ``device``: itself, or a copy."""
     if piece.device == device:
         return piece
     if may_be_deferred(piece, device) and not is_accelerator(piece.device):

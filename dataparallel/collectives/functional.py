@@ -627,7 +627,7 @@ _BY_NAME = {"local": LocalGroup(), "hybrid": HybridGroup()}
 
 
 def resolve(group: Group, tag: str = "") -> str | LocalGroup:
-    """The name of a process group, or the group of replicas, that ``group`` stands for.
+    """Return the name of a process group, or the group of replicas, that ``group`` stands for.
 
     Ranks are those of the default group. Lists of ranks stand for a group that exists: the one over
     the list with this process. ``tag`` tells groups over the same ranks apart, as in torch.

@@ -129,7 +129,7 @@ class LocalGroup:
         return self.place()[1]
 
     def rank(self) -> int:
-        """The number of this member, from 0."""
+        """Return the number of this member, from 0."""
         return self.place()[0]
 
     def place(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class LocalGroup:
 
     @untraced
     def run(self, collective: Collective, tensor: Tensor) -> Tensor:
-        """The result of this member; waits for the others."""
+        """Return the result of this member; waits for the others."""
         check_input(collective.name, tensor)
         rendezvous = current_rendezvous()
         if rendezvous is None or rendezvous.num_replicas == 1:
@@ -159,7 +159,7 @@ class LocalGroup:
 
 
 def _results(brought: Sequence[Brought]) -> Sequence[Tensor]:
-    """The results of all replicas; one of them calls this for all."""
+    """Return the results of all replicas; one of them calls this for all."""
     wanted = [each.collective for each in brought]
     call = LocalCall(wanted[0].agree(wanted), range(len(wanted)), len(wanted))
     inputs = [each.tensor for each in brought]
@@ -181,7 +181,7 @@ class LocalCall(Call):
         return [self.result(inputs, member) for member in self.indices]
 
     def result(self, inputs: Sequence[Tensor], member: int) -> Tensor:
-        """The result of one member alone."""
+        """Return the result of one member alone."""
         own, collective = inputs[member], self.collective
         pieces = [collective.piece(x, i, member, self.size) for i, x in enumerate(inputs)]
         arrived = [bring(piece, own.device) for piece in pieces if piece is not None]
@@ -211,7 +211,7 @@ class Brought(NamedTuple):
 
     @staticmethod
     def recorded(result: Tensor) -> Tensor:
-        """A result as this thread gets it: a constant where it records nothing."""
+        """Return a result as this thread gets it: a constant where it records nothing."""
         return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
 
 
@@ -399,7 +399,7 @@ class HybridGroup(LocalGroup):
 
     @untraced
     def run(self, collective: Collective, tensor: Tensor) -> Tensor:
-        """The result of this member; waits for the others, of all processes."""
+        """Return the result of this member; waits for the others, of all processes."""
         if self.is_alone():
             return super().run(collective, tensor)
         with self._in_step():
@@ -436,7 +436,7 @@ class HybridGroup(LocalGroup):
             raise
 
     def _everywhere(self, brought: Sequence[Brought]) -> Sequence[Tensor]:
-        """The results of all replicas of this process; one of them calls this for all."""
+        """Return the results of all replicas of this process; one of them calls this for all."""
         inputs = [each.tensor for each in brought]
         rendezvous = current_rendezvous() if len(brought) > 1 else None
         with self._lock, _together(brought) as results:
@@ -478,7 +478,7 @@ class HybridGroup(LocalGroup):
         return parent
 
     def _current(self) -> ProcessLink:
-        """The link; a new one at first, after a failure, and when the old one was destroyed."""
+        """Return the link; a new one at first, after a failure, and after the old one's end."""
         with self._lock:
             if self._link is not None and not _is_usable(self._link):
                 self.close()
@@ -528,7 +528,7 @@ class HybridGroup(LocalGroup):
     def _complete(
         self, call: HybridCall, inputs: Sequence[Tensor], turn: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor | None]:
-        """The results for this process of what all agreed on; and the turn of the node after.
+        """Return the results for this process of what all agreed on; and the turn of the node next.
 
         See Note [Order of hybrid nodes in backward]. The lock is held.
         """
@@ -550,7 +550,7 @@ class HybridGroup(LocalGroup):
     def run_in_backward(
         self, call: HybridCall, collective: Collective, tensors: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """The results of a collective of the members that came to ``call``."""
+        """Return the results of a collective of the members that came to ``call``."""
         with self._lock, self._in_step():
             link = call.link
             if link is not self._link or not _is_usable(link):

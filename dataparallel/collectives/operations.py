@@ -62,7 +62,7 @@ EXTREMES = frozenset({"min", "max"})
 
 
 def op_name(op: Any) -> str:
-    """The name of an operation, of a name in any case or a ``torch.distributed.ReduceOp``."""
+    """Return the name of an operation, from a name or a ``torch.distributed.ReduceOp``."""
     # A member of the enumeration has the name itself; an instance of ReduceOp has the member.
     member = getattr(op, "name", None) or getattr(getattr(op, "op", None), "name", op)
     name = str(member).lower()
@@ -72,7 +72,7 @@ def op_name(op: Any) -> str:
 
 
 def reduce_terms(op: str, terms: Sequence[Tensor]) -> Tensor:
-    """All terms combined in their order, in new memory; a mean of integers is cut off."""
+    """Return all terms combined in their order, in new memory; a mean of integers is cut off."""
     if len(terms) == 1:
         return terms[0].clone()
     name = "sum" if op == "avg" else op
@@ -88,7 +88,7 @@ def reduce_terms(op: str, terms: Sequence[Tensor]) -> Tensor:
 
 
 def mean_of(total: Tensor, count: int) -> Tensor:
-    """A sum of ``count`` terms divided by their number, in place."""
+    """Return a sum of ``count`` terms divided by their number, in place."""
     if total.dtype.is_floating_point or total.dtype.is_complex:
         return total.div_(count)
     return total.div_(count, rounding_mode="trunc")
@@ -133,7 +133,7 @@ class Collective:
         return f"{self} of {dtype_name(tensor)} {tuple(tensor.shape)}"
 
     def checked(self, tensor: Tensor, size: int) -> Collective:
-        """The same with dimensions counted from the front; a ValueError if it takes no such tensor.
+        """Count dimensions from the front; raise a ValueError if it takes no such tensor.
 
         There are ``size`` members.
         """
@@ -167,7 +167,7 @@ class Collective:
         return self
 
     def shape(self, tensor: Tensor, member: int, size: int) -> Sequence[int]:
-        """The shape of the result of a member that gives ``tensor``."""
+        """Return the shape of the result of a member that gives ``tensor``."""
         if self.dim is None:
             return tensor.shape
         length = tensor.shape[self.dim]
@@ -176,7 +176,7 @@ class Collective:
         return _resized(tensor, self.dim, length * size if self.root in (None, member) else 0)
 
     def piece(self, tensor: Tensor, source: int, target: int, size: int) -> Tensor | None:
-        """The part of the tensor of ``source`` that ``target`` needs, as a view of it."""
+        """Return the part of the tensor of ``source`` that ``target`` needs, as a view of it."""
         if self.root not in (None, source if self.gives else target):
             return None
         if not self.divides or self.dim is None:
@@ -185,7 +185,7 @@ class Collective:
         return tensor.narrow(self.dim, target * length, length)
 
     def combine(self, pieces: Sequence[Tensor], member: int, own: Tensor) -> Tensor:
-        """The result of ``member``, in new memory, from the pieces meant for it, by source.
+        """Return the result of ``member``, in new memory, from the pieces meant for it, by source.
 
         The member itself has given ``own``.
         """
@@ -345,16 +345,16 @@ class Call:
     size: int
 
     def compute(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The results of the members of this process, in new memory; not differentiable."""
+        """Return the results of the members of this process, in new memory; not differentiable."""
         raise NotImplementedError
 
     def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The results of another collective of the same members, differentiable; in backward."""
+        """Return the results of another collective of the same members, differentiable."""
         raise NotImplementedError
 
 
 def run_call(call: Call, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The results for the members of this process, differentiable to any order."""
+    """Return the results for the members of this process, differentiable to any order."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         results: Sequence[Tensor] = apply_function(Node, call, None, None, *inputs)
         return results

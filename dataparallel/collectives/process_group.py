@@ -96,7 +96,7 @@ def place_in(name: str) -> tuple[int, int]:
 
 
 def run(collective: Collective, tensor: Tensor, name: str) -> Tensor:
-    """The result of a collective, which may still be under way, over the group of that name."""
+    """Return the result of a collective over the group of that name, maybe under way."""
     rank, size = place_in(name)
     call = ProcessCall(collective.checked(tensor, size), range(rank, rank + 1), size, name)
     return call.start(tensor)
@@ -167,7 +167,7 @@ class ProcessCall(Call):
         return exchange_of(collective, [x], Layout((1,) * self.size, self.rank))
 
     def start(self, tensor: Tensor, *, at_once: bool = False) -> Tensor:
-        """The result, differentiable; still under way, unless it is traced or wanted at once."""
+        """Return the differentiable result; still under way, unless traced or wanted at once."""
         if not is_traced(tensor):
             work = ProcessWork(self, tensor.detach())
             if at_once:
@@ -406,7 +406,7 @@ _making = threading.Lock()
 
 
 def checks_of(group: dist.ProcessGroup) -> GroupChecks:
-    """The checks of a process group, made at the first call."""
+    """Return the checks of a process group, made at the first call."""
     found = _all.get(group)
     if found is None:
         with _making:

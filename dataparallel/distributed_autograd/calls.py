@@ -110,7 +110,7 @@ def rpc_sync(
 
 
 def current_context() -> Context | None:
-    """The context that this code runs in, unless it has ended, or None."""
+    """Return the context that this code runs in, unless it has ended, or None."""
     context = _context.get()
     return None if context is None or context.released() else context
 
@@ -126,7 +126,7 @@ def in_context(context: Context | None) -> Iterator[None]:
 
 
 def checked_timeout(timeout: float | None) -> float:
-    """A timeout that a user gave, or that of RPC, in seconds; 0 for none."""
+    """Return a timeout that a user gave, or that of RPC, in seconds; 0 for none."""
     if timeout is None:
         return float(torch_rpc.api.get_rpc_timeout())  # type: ignore[attr-defined]
     if not timeout >= 0:
@@ -208,7 +208,7 @@ class Endpoint:
         native.set_process_worker(self.worker)
 
     def resolve(self, to: Any) -> int:
-        """The id of a worker that is given by name, by id, or as torch's ``WorkerInfo``."""
+        """Return the id of a worker that is given by name, by id, or as torch's ``WorkerInfo``."""
         if isinstance(to, torch_rpc.WorkerInfo):  # type: ignore[attr-defined]
             return int(to.id)
         try:
@@ -218,7 +218,7 @@ class Endpoint:
             raise ValueError(f"there is no worker {to!r}; the workers are {known}") from error
 
     def name_of(self, worker_id: int) -> str:
-        """The name of a worker."""
+        """Return the name of a worker."""
         return str(self.agent.get_worker_info(worker_id).name)
 
     def call(
@@ -308,7 +308,7 @@ _current: Endpoint | None = None
 
 
 def current_endpoint() -> Endpoint:
-    """The worker that this process is; a RuntimeError before ``init_rpc`` and after its end."""
+    """Return the worker of this process; raise a RuntimeError outside of its lifetime."""
     global _current
     # Some builds of torch have no RPC.
     agent = torch_internals.rpc_agent() if torch_rpc.is_available() else None
@@ -430,7 +430,7 @@ def seal(obj: Any, sender: int, context: Context | None, to: int) -> Envelope:
 
 
 def unseal(envelope: Envelope, context: Context | None) -> Any:
-    """The object of an envelope; in a context, its tensors connected to those that were sent."""
+    """Return the object of an envelope; in a context, its tensors connect to the sent ones."""
     tensors = [
         tensor.to(device) if device else tensor
         for tensor, device in zip(envelope.tensors, envelope.devices, strict=True)
@@ -462,7 +462,7 @@ def _separate(tensors: list[torch.Tensor]) -> None:
 
 
 def _stage(tensor: torch.Tensor, to: int) -> tuple[torch.Tensor, str]:
-    """A tensor as torch's RPC can send it, and the device that it was copied from, or ""."""
+    """Return a tensor as torch's RPC can send it, and the device that it was copied from, or ""."""
     if not _devices.is_accelerator(tensor.device):
         return tensor, ""
     if tensor.device in torch_internals.rpc_device_map(to):

@@ -81,7 +81,7 @@ class context:
 
 
 def find_context(context_id: int) -> Context:
-    """The context with this id on this worker, or a ValueError."""
+    """Return the context with this id on this worker, or a ValueError."""
     worker = current_endpoint().worker
     found = worker.find(context_id)
     if found is None:
@@ -94,7 +94,7 @@ def find_context(context_id: int) -> Context:
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that this worker has in a context.
+    """Return the gradients that this worker has in a context.
 
     Backward adds to them and leaves ``.grad`` alone. Only leaves of this worker are here; ask each
     worker for its own with ``rpc_sync(worker, get_gradients, (context_id,))``. A leaf's
@@ -255,7 +255,7 @@ def _check_roots(roots: Sequence[torch.Tensor]) -> None:
 
 
 def _live_parts(endpoint: Endpoint, found: Context, roots: Sequence[torch.Tensor]) -> list[int]:
-    """The parts of messages that the roots were computed from; see Note [Live sends]."""
+    """Return the parts of messages that the roots were computed from; see Note [Live sends]."""
     start = found.reached_by(roots)
     live, unknown = found.close(start)
     while unknown:
@@ -313,7 +313,7 @@ class _ContextHome(GradientHome):
         self.context_id = found.id()
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each parameter, None where there is none."""
+        """Return the gradient of each parameter, None where there is none."""
         return [self._context.gradient(parameter) for parameter in parameters]
 
     def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:

@@ -83,7 +83,7 @@ _loaded: Extension | None = None
 
 
 def extension() -> Extension:
-    """The extension, compiled at the first use on a machine."""
+    """Return the extension, compiled at the first use on a machine."""
     global _loaded
     if _loaded is None:
         _loaded = cast(Extension, _EXTENSION.load())
@@ -98,5 +98,5 @@ def _end(native: Extension) -> None:
 
 
 def loaded() -> Extension | None:
-    """The extension if something has loaded it, else None: then no pass can be under way."""
+    """Return the extension if something has loaded it, else None: then no pass can be under way."""
     return _loaded

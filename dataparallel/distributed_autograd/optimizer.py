@@ -88,7 +88,7 @@ class DistributedOptimizer:
 
 
 def _groups_by_owner(params: Iterable[Any]) -> dict[str, _Groups]:
-    """The groups of parameters of each owner, with those of its parameters in them."""
+    """Return the groups of parameters of each owner, with those of its parameters in them."""
     if isinstance(params, torch.Tensor | RRef | torch_rpc.PyRRef):  # type: ignore[attr-defined]
         raise TypeError("params_rref must be a list of references, not a single one: write [rref]")
     listed = list(params)

@@ -81,7 +81,7 @@ class RRef(Generic[T]):
         return f"RRef(owner={self.owner_name()!r})"
 
     def owner(self) -> Any:
-        """The worker that owns the value.
+        """Return the worker that owns the value.
 
         Example::
 
@@ -94,7 +94,7 @@ class RRef(Generic[T]):
         return self._reference.owner()
 
     def owner_name(self) -> str:
-        """The name of the worker that owns the value, as it was given to ``init_rpc``.
+        """Return the name of the worker that owns the value, as it was given to ``init_rpc``.
 
         Example::
 
@@ -118,7 +118,7 @@ class RRef(Generic[T]):
         return bool(self._reference.is_owner())
 
     def local_value(self, timeout: float | None = None) -> T:
-        """The value itself, on the worker that owns it.
+        """Return the value itself, on the worker that owns it.
 
         Example::
 
@@ -282,7 +282,7 @@ def remote(
 
 
 def around(reference: Any) -> RRef[Any]:
-    """An ``RRef`` of this package around one of torch's."""
+    """Return an ``RRef`` of this package around one of torch's."""
     rref: RRef[Any] = RRef.__new__(RRef)
     rref._refer_to(reference)
     return rref
@@ -312,7 +312,7 @@ def _hold(to: int) -> Any:
 
 
 def _tell_owner(endpoint: Endpoint, reference: Any, made: torch.futures.Future[None]) -> None:
-    """The call itself failed, or ran out of time: whoever waits for the value has to know."""
+    """Tell whoever waits for the value that the call itself failed, or ran out of time."""
     try:
         made.value()
     except Exception as error:
@@ -325,7 +325,7 @@ def _tell_owner(endpoint: Endpoint, reference: Any, made: torch.futures.Future[N
 
 
 def _held(reference: Any) -> _Held[Any]:
-    """The value that a reference refers to."""
+    """Return the value that a reference refers to."""
     value = reference.local_value()
     if isinstance(value, _Held):
         return value

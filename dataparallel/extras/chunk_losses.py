@@ -149,7 +149,7 @@ class ChunkLosses:
         off: Mapping[str, Mapping[str, float]],
         ran: Sequence[_Ran],
     ) -> Sequence[str]:
-        """The rules that explain the loss of two samples by those of each, the best first."""
+        """Return the rules that derive the loss of two samples from those of each, best first."""
         loss = next(iter(ran[0].scalars))
         best = min(off, key=lambda rule: off[rule][loss])
         others = [name for name in off[best] if name != loss and off[best][name] > 1]
@@ -253,7 +253,7 @@ def _distances(weights: Sequence[float], both: _Ran, *each: _Ran) -> dict[str, f
 
 
 def _gap(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """The distance between two tensors, relative to the larger one."""
+    """Return the distance between two tensors, relative to the larger one."""
     size = max(float(found.double().norm()), float(expected.norm()), least)
     gap = float((found.double() - expected).norm())
     return math.inf if math.isnan(gap) else gap / (size or 1.0)

@@ -172,7 +172,7 @@ class _Patience:
 
 
 def _meet(rank: int, world_size: int, where: str | Store, limit: datetime.timedelta) -> Store:
-    """A part of the store that no other group has used, once all processes are there."""
+    """Return a part of the store that no other group has used, once all processes are there."""
     patience = _Patience(rank, world_size, limit)
     url = urllib.parse.urlsplit(where if isinstance(where, str) else "")
     told = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -218,7 +218,7 @@ def _open_store(rank: int, url: str, makes_it: bool, limit: datetime.timedelta) 
 
 
 def _join_round(rank: int, world_size: int, store: Store, patience: _Patience) -> Store:
-    """The part of a round; see Note [Processes that were started again]."""
+    """Return the part of a round; see Note [Processes that were started again]."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     rounds = PrefixStore(f"dataparallel/start/{run}", store)
     keys = [f"rank {each}" for each in range(world_size)]

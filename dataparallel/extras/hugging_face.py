@@ -59,7 +59,7 @@ class ReplicasMixin:
         self.args._n_gpu = min(1, self.args.n_gpu)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """The wrapper, which Trainer trains and evaluates in place of its model."""
+        """Return the wrapper, which Trainer trains and evaluates in place of its model."""
         if isinstance(self.model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise TypeError(
                 f"Trainer got a {type(self.model).__name__} for a model; give it the bare model, "

@@ -35,7 +35,7 @@ BatchWeight = Literal["samples"] | Callable[[Any], float | Tensor]
 
 
 def _package() -> str:
-    """The package of Lightning that is imported already, or else is installed."""
+    """Return the package of Lightning that is imported already, or else is installed."""
     installed = [name for name in _PACKAGES if importlib.util.find_spec(name.split(".")[0])]
     return next((name for name in _PACKAGES if name in sys.modules), (*installed, _PACKAGES[0])[0])
 
@@ -172,7 +172,7 @@ class _Steps(nn.Module):
         self.module = module
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """The loss, what the step returns, and what it logs: values, batch sizes, options."""
+        """Return the loss, the result of the step, and its logs: values, batch sizes, options."""
         module: Any = self.module
         values: dict[str, Tensor] = {}
         sizes: dict[str, Tensor] = {}

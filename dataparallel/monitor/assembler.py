@@ -94,7 +94,7 @@ class _Step:
             self.forwards = 0
 
     def take_scattering(self) -> list[Span]:
-        """The last spans that scatter, with what lies in them: they belong to the next forward."""
+        """Return the last spans that scatter, with inner ones: they are of the next forward."""
         taken: list[Span] = []
         while self.spans and (
             self.spans[-1].phase == "scatter" or (taken and self.spans[-1].begin >= taken[-1].begin)
@@ -188,7 +188,7 @@ class StepAssembler:
         self._tell_all()
 
     def end_step(self) -> None:
-        """The step ends now, and from now on only here."""
+        """End the step now, and from now on only here."""
         with self._lock:
             self._explicit = True
             if self._step is not None:
@@ -267,7 +267,7 @@ class StepAssembler:
                 self._on_step(record)
 
     def drain(self) -> list[StepRecord]:
-        """The records that nobody has got so far, of steps that have happened on all devices."""
+        """Return the new records of steps that have happened on all devices."""
         return list(iter(self._next_record, None))
 
     def _next_record(self) -> StepRecord | None:
@@ -453,7 +453,7 @@ class OptimizerSpans:
 
 
 def _faster_option(optimizer: Optimizer) -> str:
-    """The option for a faster step that it has and nobody has set; empty if there is none."""
+    """Return the option for a faster step that nobody has set; empty if there is none."""
     names = ("fused", "foreach")
     for group in optimizer.param_groups:
         if not any(group.get(name) for name in names):

@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 
 def runs() -> list[int]:
-    """The processes of this user whose runs can be watched, in ascending order."""
+    """Return the processes of this user whose runs can be watched, in ascending order."""
     return sorted({pid for pid, _, path in _sockets() if _is_there(path)})
 
 

@@ -116,7 +116,7 @@ class Part(NamedTuple):
 
     @staticmethod
     def of(step: StepRecord) -> Part:
-        """A step as a part."""
+        """Return a step as a part."""
         replicas = [
             ReplicaTotals(one.samples, one.seconds, one.host_bound) for one in step.replicas
         ]
@@ -214,7 +214,7 @@ def _relative(values: Sequence[float], i: int) -> float | None:
 
 
 def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
-    """The phases in which replicas go at their own speed.
+    """Return the phases in which replicas go at their own speed.
 
     The loss is one where the replicas compute it, and not where the first one does it for all. The
     backward is none where autograd runs through all replicas at once, for then it begins and ends
@@ -263,7 +263,7 @@ def imbalance(totals: RunTotals, steps: Sequence[Part] = ()) -> float | None:
 
 
 def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler | None:
-    """The replica that holds up the others; single steps tell whether it is always the same."""
+    """Return the replica that holds up the others; single steps tell if it is always the same."""
     computes = totals.computes
     taking_part = [value for value in computes if value > 0]
     if len(taking_part) < 2:
@@ -299,7 +299,7 @@ def find_changes(
     slowed: Mapping[str, str] | None = None,
     state: RunState | None = None,
 ) -> list[Finding]:
-    """All that is worth a change, the largest gain first, or a finding that nothing is.
+    """Return all changes worth making, the largest gain first, or a finding that there are none.
 
     ``slowed`` tells, by the name of a device, why it is slowed down; ``state`` of its memory. See
     Note [Estimated gains].
@@ -599,5 +599,5 @@ def _idle_of_all(totals: RunTotals, straggler: Straggler | None) -> float:
 
 
 def percent(share: float) -> str:
-    """A share from 0 to 1, for example ``28 %``."""
+    """Return a share from 0 to 1, for example ``28 %``."""
     return f"{100 * share:.0f} %"

@@ -47,7 +47,7 @@ class MetricsLogger:
         self.seconds += time.thread_time() - began
 
     def begin_anew(self) -> None:
-        """The numbers of steps begin with 1 again."""
+        """Begin the numbers of steps with 1 again."""
         self.last_step, self.next_step = 0, self._every
 
 

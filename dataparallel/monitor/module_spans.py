@@ -39,14 +39,14 @@ _ENOUGH_FORWARDS = 32
 
 
 def parameters_of(target: nn.Module | Optimizer) -> Iterator[nn.Parameter]:
-    """The parameters of a module, or those that an optimizer steps."""
+    """Return the parameters of a module, or those that an optimizer steps."""
     if isinstance(target, nn.Module):
         return target.parameters()
     return (one for group in target.param_groups for one in group["params"])
 
 
 def device_of(target: nn.Module | Optimizer) -> torch.device:
-    """The device of the first parameter; the CPU where there is none, or it has no memory yet."""
+    """Return the device of the first parameter; the CPU if there is none, or no memory yet."""
     first = next(iter(parameters_of(target)), None)
     return torch.device("cpu") if first is None or first.is_meta else first.device
 
@@ -245,7 +245,7 @@ class _CompiledCall:
 
 
 def _callable_modules(target: nn.Module | Optimizer) -> set[nn.Module]:
-    """The modules with parameters that may be called, none of them within a compiled one."""
+    """Return the modules with parameters that may be called, none of them within a compiled one."""
     found: set[nn.Module]
     if isinstance(target, nn.Module):
         found = {target, *(one for one in target.modules() if _has_any(one, None))}
@@ -266,6 +266,6 @@ def _has_any(module: nn.Module, members: set[int] | None) -> bool:
 
 
 def _num_samples(args: Any, kwargs: Mapping[str, Any]) -> int:
-    """The first size of the first tensor; 1 where there is none."""
+    """Return the first size of the first tensor; 1 where there is none."""
     tensors = (one for one in flatten((args, kwargs))[0] if isinstance(one, torch.Tensor))
     return next((len(one) for one in tensors if one.dim()), 1)

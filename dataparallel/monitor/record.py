@@ -76,12 +76,12 @@ class StepRecord:
     calls: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """The record as what ``json`` writes; see :meth:`from_json`."""
+        """Return the record as values for ``json``; see :meth:`from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> StepRecord:
-        """The record that :meth:`to_json` has described.
+        """Return the record that :meth:`to_json` has described.
 
         Raises:
             ValueError: It is no description of a record.

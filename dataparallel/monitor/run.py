@@ -136,12 +136,12 @@ class RunState:
         return self.host, self.pid, self.number
 
     def to_json(self) -> dict[str, Any]:
-        """The state as what ``json`` writes; see :meth:`from_json`."""
+        """Return the state as values for ``json``; see :meth:`from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> RunState:
-        """The state that :meth:`to_json` has described."""
+        """Return the state that :meth:`to_json` has described."""
         try:
             info = data["info"]
             lists = {name: tuple(info[name]) for name in ("devices", "uuids")}
@@ -171,7 +171,7 @@ _WRAPPERS = {
 def describe_run(
     target: nn.Module | Optimizer, timeline: Timeline, faster_option: str = ""
 ) -> RunInfo:
-    """All that a monitor asks of what it watches; buckets are made anew at times."""
+    """Return the facts about a watched model; its buckets are made anew at times."""
     group, sizes = default_group(), []
     if isinstance(target, DataParallel):
         model, wrapper, group = type(target.module).__name__, type(target).__name__, None
@@ -239,7 +239,7 @@ def _num_cpus(local_world_size: int) -> float:
 
 
 def rank_of_process() -> int:
-    """The rank of this process among those that train together."""
+    """Return the rank of this process among those that train together."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

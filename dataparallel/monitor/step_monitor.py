@@ -249,7 +249,7 @@ class StepMonitor:
         return write_timeline(self.steps, info, path, rank_of_process())
 
     def state(self) -> RunState:
-        """The run as it is now, as it is published."""
+        """Return the run as it is now, as it is published."""
         steps = self.steps
         with self._lock:
             totals = tuple(dict(total) for total in self._totals)
@@ -295,7 +295,7 @@ class StepMonitor:
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """A method that does not keep its object alive, and then does nothing."""
+    """Return a method that does not keep its object alive, and then does nothing."""
     found = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:

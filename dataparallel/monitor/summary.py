@@ -100,7 +100,7 @@ class Summary:
         return self.findings[0]
 
     def as_metrics(self) -> dict[str, float]:
-        """The numbers under flat names, for loggers; what is unknown is left out.
+        """Return the numbers under flat names, for loggers; unknown ones are left out.
 
         Example::
 
@@ -134,7 +134,7 @@ class Summary:
         return {name: value for name, value in found.items() if value is not None}
 
     def headlines(self) -> list[str]:
-        """The numbers of all replicas together, as lines."""
+        """Return the numbers of all replicas together, as lines."""
         lines = [
             f"{_counted(self.num_steps, _NAMES[self.kind] + 'step')} of "
             f"{duration(self.step_seconds)}: "
@@ -162,7 +162,7 @@ class Summary:
         return [*lines, ", ".join(told)] if told else lines
 
     def table(self, width: int = _WIDTH) -> list[str]:
-        """The lines of tables with one column per replica, as wide as fits, else one below."""
+        """Return the lines of tables with one column per replica, as wide as fits, or below."""
         columns = [
             [
                 cell.rjust(max(map(len, column))) if i else cell.ljust(max(map(len, column)))
@@ -180,7 +180,7 @@ class Summary:
         return lines
 
     def _columns(self) -> list[list[str]]:
-        """The cells of a table: its titles, and what stands beside them for each replica."""
+        """Return the cells of a table: its titles, and beside them those of each replica."""
         phases = [phase for phase in PHASES if any(one.shares.get(phase) for one in self.replicas)]
         scores = ("score", "score per sample")
         found = [["replica", "device", "samples per step", *phases, "computing", *scores]]
@@ -285,7 +285,7 @@ def summarize(
 
 
 def _without_others(parts: Sequence[Part]) -> list[Part]:
-    """The parts that train, if any does, without those with which a run began."""
+    """Return the parts that train, if any does, without those with which a run began."""
     train = [one for one in parts if one.kind != "inference"] or list(parts)
     warm = [one for one in train if not one.begins_run]
     enough = max(_ENOUGH, 0.1 * (_num_steps(train) - _num_steps(warm)))
@@ -293,7 +293,7 @@ def _without_others(parts: Sequence[Part]) -> list[Part]:
 
 
 def _without_outliers(parts: Sequence[Part]) -> list[Part]:
-    """The parts whose steps take at most 5 times the median; all, if others are not rare."""
+    """Return the parts whose steps take at most 5 times the median; all, if others are not rare."""
     each = [one.seconds / one.num_steps for one in parts]
     limit = _OUTLIER * statistics.median(each) if each else 0.0
     usual = [one for one, seconds in zip(parts, each, strict=True) if seconds <= limit]

@@ -38,7 +38,7 @@ def write_timeline(
 
 
 def _events(steps: Sequence[StepRecord], info: RunInfo, rank: int) -> Iterator[_Event]:
-    """A process with a thread per replica, one for the steps, and the samples per second."""
+    """Yield a process with a thread per replica, one for the steps, and the samples per second."""
     row_of_steps = len(info.devices)
     rows = [f"replica {i} ({device})" for i, device in enumerate(info.devices)]
     yield _about(rank, 0, "process_name", name=f"rank {rank}: {info.wrapper} of {info.model}")

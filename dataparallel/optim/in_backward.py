@@ -55,11 +55,11 @@ class DividedOptimizer(Optimizer):
         self.__setstate__({**vars(made), "optimizer_class": optimizer_class})
 
     def _group_numbers(self) -> dict[Tensor, int]:
-        """The parameters that there are now, each with the number of its group."""
+        """Return the parameters that there are now, each with the number of its group."""
         return {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
 
     def _part(self, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Optimizer:
-        """An optimizer of the class and with the settings of this one, for other parameters."""
+        """Return an optimizer of this class and with these settings, for other parameters."""
         part = object.__new__(self.optimizer_class)
         own = {"param_groups": groups, "state": defaultdict(dict, state)}
         part.__setstate__({**vars(self), **own})

@@ -146,7 +146,7 @@ class ShardedOptimizer(DividedOptimizer):
     # --- shards --------------------------------------------------------------------------------
 
     def device_of(self, parameter: Tensor) -> torch.device:
-        """The device on which the state of a parameter is, or will be.
+        """Return the device on which the state of a parameter is, or will be.
 
         Example::
 

@@ -58,7 +58,7 @@ _OF_BATCH_NORMS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean of a buffer, weighted by samples; that of replica 0 if it cannot be averaged."""
+    """Return the mean of a buffer, weighted by samples; that of replica 0 if it has none."""
     first, total = values[0], sum(samples)
     if not (total and _averages(first) and all(value.shape == first.shape for value in values)):
         return first
@@ -97,7 +97,7 @@ class BufferWatch:
             )
 
     def look(self, clones: ModuleClones) -> None:
-        """A forward has ended, and what replicas wrote is where they wrote it."""
+        """Follow a forward that has ended; what replicas wrote is where they wrote it."""
         if self._answers:
             answers, self._answers = self._answers, []
             for names, differs, event in answers:
@@ -221,7 +221,7 @@ class Members:
         self._groups: dict[dist.ProcessGroup | None, HybridGroup] = {}
 
     def of(self, layer: nn.Module) -> LocalGroup | None:
-        """The group of a layer; None if the layer is not synchronized."""
+        """Return the group of a layer; None if the layer is not synchronized."""
         # Imported late: without it, no forward needs a collective.
         from dataparallel.collectives.groups import HybridGroup, LocalGroup
 

@@ -344,7 +344,7 @@ class _Forward:
         return self._recording.replay_forward(inputs, self._buffers)
 
     def not_followed(self, outputs: _Tensors) -> list[torch.Tensor]:
-        """The outputs that have no backward."""
+        """Return the outputs that have no backward."""
         return list(compress(outputs, [not one for one in self._recording.followed]))
 
     def backward(self, grads: _MaybeTensors) -> list[torch.Tensor | None]:

@@ -38,7 +38,7 @@ _OF_MODULES = set(vars(nn.Module()))
 
 
 def copied(model: Any, *, drops: bool = False) -> Any:
-    """A deep copy, without the graphs that attributes kept of a forward, and without dropout."""
+    """Return a deep copy, without dropout, and without graphs that attributes kept."""
     module = model.module if isinstance(model, DataParallel) else model
     held = [tensor for part in module.modules() for tensor in held_tensors(vars(part))]
     memo = {id(tensor): tensor.detach().clone() for tensor in held if tensor.grad_fn is not None}
@@ -53,13 +53,13 @@ def copied(model: Any, *, drops: bool = False) -> Any:
 
 
 def dropouts(module: nn.Module) -> list[nn.Module]:
-    """The layers that drop something."""
+    """Return the layers that drop something."""
     layers = [part for part in module.modules() if isinstance(part, _DROPOUTS) and part.training]
     return [part for part in layers if vars(part).get("p") or vars(part).get("dropout")]
 
 
 def _fresh(values: Any) -> Any:
-    """A copy of arguments, in which tensors that require grad are leaves."""
+    """Return a copy of arguments, in which tensors that require grad are leaves."""
     memo: dict[int, Any] = {}
     for leaf in flatten(values)[0]:
         for tensor in held_tensors(leaf):
@@ -154,13 +154,13 @@ class Results:
                 self.add("input gradients" if part == "gradients" else part, path, leaf.grad)
 
     def shapes(self) -> dict[Key, torch.Size]:
-        """The shapes of the outputs."""
+        """Return the shapes of the outputs."""
         outputs = [(key, value) for key, value in self.values.items() if key[0] == "outputs"]
         return {key: value.shape for key, value in outputs if isinstance(value, Tensor)}
 
 
 def attributes(module: nn.Module) -> Results:
-    """The plain attributes of a module and of its parts."""
+    """Return the plain attributes of a module and of its parts."""
     found = Results()
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -250,7 +250,7 @@ class Case:
         return found
 
     def _total(self, output: Any, targets: Any, found: Results, like: Results | None) -> Any:
-        """The number whose gradients are compared; None where nothing requires grad."""
+        """Return the number whose gradients are compared; None where nothing requires grad."""
         leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
         if self.loss is not None:
             loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
@@ -377,7 +377,7 @@ def _distance(expected: Tensor, found: Tensor, rtol: float, atol: float) -> Gap 
 
 
 def _size(tensor: Tensor) -> float:
-    """The largest finite element."""
+    """Return the largest finite element."""
     sizes = tensor.abs().to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
     return sizes.max().item() if sizes.numel() else 0.0
 

@@ -250,7 +250,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return chunks.args, chunks.kwargs
 
     def _split(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Chunks:
-        """The chunks of one forward."""
+        """Return the chunks of one forward."""
         if getattr(self.scatter, "__func__", None) is DataParallel.scatter:
             return self._chunks(inputs, kwargs, self.device_ids)
         args, keywords = self.scatter(inputs, dict(kwargs), self.device_ids)
@@ -308,7 +308,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         return Chunks(args, kwargs, tuple(sizes), fault)
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
-        """The clones that run the next forward; override to change them."""
+        """Return the clones that run the next forward; override to change them."""
         return self._runner.lend(module, len(device_ids), self._training)
 
     def parallel_apply(
@@ -335,7 +335,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         counts: Sequence[float] = (),
         sizes: Sequence[int] | None = None,
     ) -> Any:
-        """The outputs of one forward, as the caller gets them."""
+        """Return the outputs of one forward, as the caller gets them."""
         if len(self.device_ids) == 1:
             if self.output_device == "each":
                 return outputs
@@ -359,7 +359,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         *,
         weight: Weight | None = None,
     ) -> Tensor:
-        """The loss of the whole batch, computed where the outputs are.
+        """Return the loss of the whole batch, computed on the devices of the outputs.
 
         Result and gradients are those of ``criterion(module(inputs), targets)``: only losses are
         gathered, and each is weighted by what the criterion divides by in its chunk.
@@ -396,13 +396,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters under the module's own names."""
+        """Return the module's parameters under the module's own names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers under the module's own names."""
+        """Return the module's buffers under the module's own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _finish_state(self, state: dict[str, Any], path: str, _: Any) -> None:
@@ -496,14 +496,14 @@ class DataParallel(nn.DataParallel[ModuleT]):
             delattr(self.module, name)
 
     def extra_repr(self) -> str:
-        """The devices, and the options that are not the default, as the constructor takes them."""
+        """Return the devices, and the options that differ from the default, for the constructor."""
         shown = {"device_ids": f"[{', '.join(map(str, self.device_ids))}]"}
         for name, value in self._given().items():
             shown[name] = getattr(value, "__name__", None) or repr(value)
         return ", ".join(f"{name}={text}" for name, text in shown.items())
 
     def _given(self) -> dict[str, Any]:
-        """The options that are not the default."""
+        """Return the options that are not the default."""
         output = self.output_device
         options = {
             "output_device": None if output == self.device_ids[0] else output,
@@ -638,7 +638,7 @@ def not_default(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[
 
 
 def time_first_layers(module: nn.Module) -> list[str]:
-    """The names of torch's layers in a module that have the batch in dim 1, not 0."""
+    """Return the names of torch's layers in a module that have the batch in dim 1, not 0."""
     return [
         name or type(layer).__name__
         for name, layer in module.named_modules()
@@ -668,7 +668,7 @@ def _refuse_unbatched(module: nn.Module, inputs: Sequence[Any]) -> None:
 
 
 def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries whose names begin with a path, without it; the path itself becomes ``""``."""
+    """Return the entries whose names begin with a path, without it; the path becomes ``""``."""
     start = len(path)
     return {f"{n}."[start:-1]: v for n, v in table.items() if f"{n}.".startswith(path)}
 

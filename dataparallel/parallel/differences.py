@@ -146,7 +146,7 @@ class Difference:
 
     @classmethod
     def of(cls, part: str, name: str, gap: Gap, kind: str, remedy: str) -> Difference:
-        """A gap and its cause."""
+        """Return a gap and its cause."""
         found = gap.text, gap.absolute, gap.relative, gap.index
         return cls(part, name, kind, *found, CAUSES[kind][0], remedy)
 
@@ -234,7 +234,7 @@ class Verification:
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:
-    """The lines of a paragraph."""
+    """Return the lines of a paragraph."""
     return [
         line
         for part in text.splitlines()

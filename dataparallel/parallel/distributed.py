@@ -139,7 +139,7 @@ class Training:
             self._make_replicas(model, leaves)
 
     def _as_made(self) -> AbstractContextManager[None]:
-        """The mode in which the parameters were made: leaves made in inference mode never train."""
+        """Return the mode in which the parameters were made: inference-mode leaves never train."""
         return torch.inference_mode(any(map(torch.Tensor.is_inference, self._module.parameters())))
 
     def _make_leaves(self, devices: Sequence[torch.device]) -> list[list[nn.Parameter]]:
@@ -201,7 +201,7 @@ class Training:
     def begin(
         self, args: Sequence[Any], kwargs: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[Any], list[ReplicaInputs] | None]:
-        """The arguments that the replicas get, and their inputs where gradients are computed."""
+        """Return the arguments of the replicas, and their inputs if gradients are computed."""
         precision = self._options.mixed_precision
         follows = not self.direct and torch.is_grad_enabled()
         if not follows and precision.param_dtype is None:
@@ -224,7 +224,7 @@ class Training:
     def end(
         self, inputs: list[ReplicaInputs], outputs: list[Any], *, weight: float, synchronize: bool
     ) -> list[Any]:
-        """The outputs with the cut behind them."""
+        """Return the outputs with the cut behind them."""
         rows, structures = zip(*map(flatten, outputs), strict=True)
         if torch_internals.forward_mode_level() >= 0:
             # They come from tensors that the module has from outside.
@@ -765,7 +765,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             self._made.read_vote(needs_others=False)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state, without a ``module.`` prefix.
+        """Return the module's own state, without a ``module.`` prefix.
 
         Raises:
             CollectiveError: Another process has failed after the last backward of this one.
@@ -952,7 +952,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 def _default_devices(
     module: nn.Module, group: dist.ProcessGroup | None
 ) -> Sequence[DeviceLike] | None:
-    """The module's own device if others use the machine or it has several; None for all."""
+    """Return the module's own device if others use the machine or it has several; None for all."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
     others = group is not None and (int(local) if local else dist.get_world_size(group)) > 1
     if not others and not is_spread(module):

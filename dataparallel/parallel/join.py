@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def _source(said: Sequence[int]) -> int:
-    """The rank whose tensors are sent: the largest that has said something."""
+    """Return the rank whose tensors are sent: the largest that has said something."""
     return max(rank for rank, number in enumerate(said) if number)
 
 
@@ -77,7 +77,7 @@ class JoinBlock(JoinHook):
 
     @contextlib.contextmanager
     def run(self, *, throws: bool) -> Iterator[None]:
-        """The protocol of torch's ``Join`` with one wrapper, with waits that say who is missing."""
+        """Follow the protocol of torch's ``Join`` with one wrapper; waits name who is missing."""
         self._is_own = True
         torch_internals.set_join(self._model, enable=True, throws=throws)
         try:
@@ -135,7 +135,7 @@ class JoinBlock(JoinHook):
             self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: have the parameters and buffers of one that joined last."""
+        """Take the parameters and buffers of a process that joined last, when all have joined."""
         model = self._model
         model.reducer.read_vote()
         source, link = _source(self._say(int(is_last_joiner))), self._processes.buckets

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which losses of ``dtype`` are summed."""
+    """Return the dtype in which losses of ``dtype`` are summed."""
     # A sum over a batch leaves the range of float16 long before the mean does.
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 

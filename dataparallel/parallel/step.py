@@ -206,7 +206,7 @@ class Call:
 def run(
     model: DataParallel[Any], call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """One forward: the gathered outputs, or the loss of the batch."""
+    """Run one forward; return the gathered outputs, or the loss of the batch."""
     try:
         if model._splitter is None:
             return _run(model, call, inputs, kwargs)
@@ -239,7 +239,7 @@ def _run(
     *,
     is_first: bool = True,
 ) -> Any:
-    """All of a forward that is repeated where a replica has too little memory."""
+    """Run the part of a forward that is repeated if a replica has too little memory."""
     runner, loss, training = model._runner, call.loss, call.training
     # Nobody is told of phases where nobody listens.
     timeline = model.timeline if model.timeline.listeners else None
@@ -272,7 +272,7 @@ def _run(
 def _run_replicas(
     model: DataParallel[Any], call: Call, chunks: Chunks, timeline: Timeline | None, *, direct: bool
 ) -> Any:
-    """The chunks through the replicas, and what becomes of their outputs."""
+    """Run the chunks through the replicas, and join their outputs."""
     runner, loss, training = model._runner, call.loss, call.training
     with _span(timeline, "scatter"):
         rule = model.scalars if loss is None else "stack"
@@ -332,7 +332,7 @@ def _run_replicas(
 
 
 def _criteria(runner: Runner, loss: Loss, count: int) -> Sequence[Any]:
-    """The criterion of each replica; a clone where it is a module."""
+    """Return the criterion of each replica; a clone where it is a module."""
     if loss.module is None or count == 1:
         return [loss.criterion] * count
     return runner.lend(loss.module, count)
@@ -363,7 +363,7 @@ def _join_results(
     rows: Sequence[Any],
     joining: tuple[Scalars, Sequence[float]] | None,
 ) -> tuple[list[Any], dict[int, torch.Tensor]]:
-    """The outputs, and what the modules get, by the ids of the tensors that replica 0 has left.
+    """Return the outputs, and the modules' results by the ids of the tensors of replica 0.
 
     ``rows`` are what :func:`_beside` has made, as the cut has returned them; ``joining`` tells what
     becomes of 0-d outputs, and what each chunk counts, where that is known.
@@ -389,5 +389,5 @@ def _join_results(
 
 
 def _without_targets(kwargs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The keyword arguments of the module alone; the targets are the criterion's."""
+    """Return the keyword arguments of the module alone; the targets are the criterion's."""
     return [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]

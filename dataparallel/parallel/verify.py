@@ -154,7 +154,7 @@ def _wrapped(module: nn.Module, device_ids: Sequence[DeviceLike] | None) -> Data
 def _arguments(
     module: nn.Module, batch: tuple[Any, ...], kwargs: Mapping[str, Any], *, splits_off: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """The arguments of the module, and the target, which is split off if there is a loss."""
+    """Return the arguments of the module, and the target, which is split off if there is a loss."""
     if len(batch) == 1 and (type(batch[0]) is tuple or (splits_off and type(batch[0]) is list)):
         batch = tuple(batch[0])
     targets = batch[-1:] if splits_off and len(batch) > 1 else ()
@@ -223,7 +223,7 @@ class _Verifier:
     # --- what is run -----------------------------------------------------------------------------
 
     def _another(self) -> Any:
-        """A copy of the wrapper."""
+        """Return a copy of the wrapper."""
         made = copied(self._model)
         if isinstance(made, DistributedDataParallel) and made.options.optimizers is not None:
             # They would take the gradients.
@@ -371,7 +371,7 @@ class _Verifier:
                 kinds.append(causes[key][0])
 
     def _kind(self, key: Key, comparison: Comparison, *, is_strange: bool) -> str:
-        """The cause that the place of a difference suggests."""
+        """Return the cause that the place of a difference suggests."""
         part, name = key
         if name == FAULT:
             return "error"
@@ -434,7 +434,7 @@ class _Verifier:
         return any(isinstance(layer, kinds) and layer.training for layer in self._module.modules())
 
     def _averaged(self, alone: Results, link: ProcessLink) -> dict[Key, Any]:
-        """The gradients of the bare modules of all processes, as the wrapper promises them."""
+        """Return the gradients of the bare modules of all processes, as the wrapper promises."""
         ignored = ignored_names(self._module)
         own = {
             name: value
@@ -511,7 +511,7 @@ def _is_long(value: Any) -> bool:
 
 
 def _kind_of_output(value: Any) -> str:
-    """The cause that the look of an output suggests."""
+    """Return the cause that the look of an output suggests."""
     if isinstance(value, Tensor):
         return "no batch dimension" if value.dim() else "scalar"
     if isinstance(value, Unknown):
@@ -559,7 +559,7 @@ def _counts(case: Case) -> Iterator[_Count]:
 
 
 def _written(value: Any) -> str:
-    """An option as one writes it in a program."""
+    """Return an option as one writes it in a program."""
     return str(value) if isinstance(value, _Count) else repr(value).replace("'", '"')
 
 
@@ -580,7 +580,7 @@ def _dims(structure: Structure, name: str, told: Mapping[str, Any], dim: int) ->
 
 
 def _rounding(case: Case) -> float:
-    """The root of the epsilon of the coarsest dtype that computes something."""
+    """Return the root of the epsilon of the coarsest dtype that computes something."""
     leaves = flatten((case.inputs, case.kwargs, case.targets))[0]
     tensors = [*case.model.module.parameters(), *(x for x in leaves if isinstance(x, Tensor))]
     dtypes = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}

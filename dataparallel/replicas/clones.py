@@ -490,7 +490,7 @@ class ModuleClones:
     def clone_around(
         self, replica: int, leaves: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]
     ) -> nn.Module:
-        """A clone like that of a replica, with other tensors in place of some of its leaves."""
+        """Return a clone like that of a replica, with other tensors for some of its leaves."""
         parts, other = self._parts, dict(zip(map(id, leaves), aliases, strict=True))
         assert parts is not None
         mark_as_parameters(aliases, leaves)
@@ -555,7 +555,7 @@ class ModuleClones:
             original.copy_(value if differs is None else torch.where(differs, value, original))
 
     def results(self, leaves: Collection[int] = ()) -> list[Result]:
-        """The results that the forward has left in attributes.
+        """Return the results that the forward has left in attributes.
 
         ``leaves`` are the ids of those that stand for inputs; what else is a leaf is no result.
         """
@@ -610,11 +610,11 @@ class ModuleClones:
                         yield index, number, name
 
     def _changed(self) -> set[int]:
-        """The ids of the containers of replica 0 that hold something else since the forward."""
+        """Return the ids of the containers of replica 0 whose content the forward changed."""
         return self._contents[0].changed() if self._contents else set()
 
     def _before(self) -> Iterator[tuple[nn.Module, Sequence[dict[str, Any]]]]:
-        """The clones of replica 0, and what their tables were before the forward."""
+        """Yield the clones of replica 0, and what their tables were before the forward."""
         assert self._parts is not None
         tables, buffers = (look.before() for look in self._looks[0])
         for i, module in enumerate(self._parts.modules):
@@ -649,7 +649,7 @@ class ModuleClones:
 
 
 def _tables(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """The tables of the attributes and of the registered parts of some modules."""
+    """Return the tables of the attributes and of the registered parts of some modules."""
     return [
         table
         for attributes in map(vars, modules)
@@ -710,7 +710,7 @@ class _Contents:
         )
 
     def changed(self) -> set[int]:
-        """The ids of the containers that hold other objects."""
+        """Return the ids of the containers that hold other objects."""
         values, found = iter(self._values), set()
         for owner, view, size in zip(self._owners, self._views, self._sizes, strict=True):
             before = list(itertools.islice(values, size))
@@ -854,7 +854,7 @@ def substitute(
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors to which ``value`` refers, see :func:`substitute`."""
+    """Return the tensors to which ``value`` refers, see :func:`substitute`."""
     found: list[torch.Tensor] = []
 
     def note(part: Any) -> Any:

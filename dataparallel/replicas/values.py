@@ -190,7 +190,7 @@ class Values:
     def update(
         self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
     ) -> list[list[torch.Tensor]]:
-        """The values of ``tensors``, all on one device, for the first slots."""
+        """Return the values of ``tensors``, all on one device, for the first slots."""
         if not _are_same(tensors, self._originals):
             self._originals = list(tensors)
             self._places = self._make_places() if tensors else [None] * len(self._devices)
@@ -226,7 +226,7 @@ class Values:
             place.forget()
 
     def written(self) -> list[torch.Tensor]:
-        """The originals that were written since the last update, or a copy of which was."""
+        """Return the originals that were written since the last update, or a copy of which was."""
         before, steps = self._found
         now = versions(self._originals)
         # Another thread may have begun a forward of other parameters meanwhile.
@@ -435,7 +435,7 @@ class States:
         )
 
     def now(self) -> list[Any]:
-        """The entries of now; the same list where nothing has changed."""
+        """Return the entries of now; the same list where nothing has changed."""
         tensors = self._tensors
         try:
             # One object at a time: hundreds that live side by side would call the collector.

@@ -143,7 +143,7 @@ class ParallelCall:
 def compiled_call(
     calls: Sequence[Callable[[], Any]], num_devices: int, quiet: set[Hashable], *, concurrent: bool
 ) -> Iterator[ParallelCall]:
-    """One call of the replicas, which run at the same time if they are ``concurrent``.
+    """Run one call of the replicas, at the same time if they are ``concurrent``.
 
     ``quiet`` has the kinds of calls that compile nothing; see Note [Compiled one after another].
     """

@@ -85,7 +85,7 @@ def is_portable() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _settings(places: frozenset[torch.device]) -> tuple[_Setting, ...]:
-    """All settings of a thread that works with some devices."""
+    """Return all settings of a thread that works with some devices."""
     kinds = {"cpu", *(device.type for device in (*places, *_devices.accelerators()[:1]))}
     autocast = [
         (functools.partial(getter, kind), functools.partial(setter, kind))
@@ -166,7 +166,7 @@ class ThreadContext:
             return call(*args)
 
     def _meant(self, mode: Any, device: torch.device) -> Any:
-        """A function mode in a replica: a default device on replica 0's means that of each."""
+        """Return a function mode for a replica: a default device of replica 0 becomes its own."""
         first = self._devices[0]
         meant = (first, torch.device(first.type)) if _devices.is_accelerator(first) else ()
         is_meant = isinstance(mode, torch_internals.DeviceMode) and mode.device in meant

@@ -80,11 +80,11 @@ class ExclusiveLock:
         return before
 
     def begin(self, work: object) -> tuple[object, int]:
-        """A replica begins in this thread; returns what :meth:`end` has to know."""
+        """Begin a replica in this thread; return the facts that :meth:`end` needs."""
         return self.share(work), self._depth if self._owner is threading.current_thread() else 0
 
     def end(self, begun: tuple[object, int]) -> None:
-        """The replica has ended: state that it has not set back stays, as without replicas."""
+        """End the replica: state that it has not set back stays, as without replicas."""
         before, depth = begun
         if self._owner is not None:
             self.lower(depth)
@@ -116,7 +116,7 @@ class ExclusiveLock:
         return self._is_wanted() and not self._sharing()
 
     def depth(self) -> int:
-        """The number of times that this thread holds the lock."""
+        """Return the number of times that this thread holds the lock."""
         return self._depth if self._owner is threading.current_thread() else 0
 
     @contextlib.contextmanager

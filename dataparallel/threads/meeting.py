@@ -167,7 +167,7 @@ here: contextvars.ContextVar[tuple[Replica, Rendezvous] | None] = contextvars.Co
 
 
 def current_replica() -> Replica | None:
-    """The replica in which this code runs, or ``None`` outside of replicas.
+    """Return the replica in which this code runs, or ``None`` outside of replicas.
 
     In nested parallel calls it is the innermost one. Backward does not run in the replicas' calls,
     so it is ``None`` in a gradient hook.
@@ -184,6 +184,6 @@ def current_replica() -> Replica | None:
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """The meeting point of the call in which this replica runs; ``None`` outside of replicas."""
+    """Return the meeting point of this replica's call; ``None`` outside of replicas."""
     entry = here.get()
     return None if entry is None else entry[1]

@@ -56,7 +56,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed_seed(seed: int, index: int) -> int:
-    """A seed for replica ``index``; the lower 32 bits, which the CPU generator uses, differ too.
+    """Return a seed for replica ``index``; its lower 32 bits, which the CPU uses, differ too.
 
     Source: the SplitMix64 finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
     generators", 2014).
@@ -110,7 +110,7 @@ class ReplicaGenerators:
 
 @functools.lru_cache(maxsize=64)
 def _shared_accelerators(devices: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
-    """The accelerators that several replicas share."""
+    """Return the accelerators that several replicas share."""
     return tuple(d for d in set(devices) if _devices.is_accelerator(d) and devices.count(d) > 1)
 
 
@@ -129,7 +129,7 @@ def separate_device_generators(devices: Sequence[torch.device]) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """The default generator of a device; ``None`` if its module does not tell."""
+    """Return the default generator of a device; ``None`` if its module does not tell."""
     if not _devices.is_accelerator(device):
         return torch.default_generator
     generators = getattr(torch.get_device_module(device), "default_generators", ())
@@ -166,7 +166,7 @@ drawing = _Local()
 
 
 def current_source() -> Source | None:
-    """The source in force in this thread, or ``None`` where the default generators are used."""
+    """Return the source in force in this thread, or ``None`` for the default generators."""
     # In a thread of the autograd engine, another node may have left its own behind.
     is_used = drawing.source is not None and torch_internals.is_key_included(_kernels().key)
     return drawing.source if is_used else None

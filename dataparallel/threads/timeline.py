@@ -160,7 +160,7 @@ class Timeline:
                 listener.on_devices(kept)
 
     def span(self, phase: Phase, replica: int | None = None) -> AbstractContextManager[object]:
-        """The time of a ``with`` block is a phase of one replica, or of all of them."""
+        """Record the time of a ``with`` block as a phase of one replica, or of all of them."""
         # An event in a graph tells no time.
         if not self.listeners or (
             self.has_events and any(map(_devices.is_capturing, self.devices))
@@ -181,7 +181,7 @@ class Timeline:
         return self.span(phase, replica.index if replica is not None and own else None)
 
     def call(self, sizes: Sequence[int]) -> None:
-        """A forward has been scattered; number of samples of each replica that takes part."""
+        """Note that a forward was scattered: the samples of each replica that takes part."""
         # A phase that an exception has ended may not have been told.
         self.now[:] = [("idle", time.perf_counter_ns())] * len(self.devices)
         for listener in self.listeners:
@@ -189,7 +189,7 @@ class Timeline:
                 listener.on_call(sizes, torch.is_grad_enabled())
 
     def begin_backward(self, *gradients: object) -> None:
-        """A gradient has come: unless that is known, a backward begins, which the engine ends."""
+        """Note a gradient: unless that is known, a backward begins, which the engine ends."""
         task = torch_internals.current_graph_task_id()
         if task == self._backward:
             return

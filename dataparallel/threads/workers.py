@@ -94,7 +94,7 @@ class _Call:
             interpreter_end.working.discard(thread)
 
     def take(self, label: Callable[[int], str]) -> list[Any]:
-        """The results, once; or raises the error of the lowest index, with the others as notes."""
+        """Return the results once, or raise the error of the lowest index with others as notes."""
         # A worker may hold the call a moment longer; the results are the caller's alone.
         results, self._results = self._results, []
         if not self.errors:

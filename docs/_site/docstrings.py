@@ -63,7 +63,7 @@ def _fence(found: re.Match[str]) -> str:
 
 
 def _reference(name: str) -> str:
-    """The name as code; a link if exactly one entry has it."""
+    """Return the name as code; a link if exactly one entry has it."""
     *folders, last = name.split(".")
     named = [
         entry

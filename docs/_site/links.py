@@ -78,7 +78,7 @@ def _resolve(file: File, target: str) -> pathlib.Path:
 
 
 def _uri(path: pathlib.Path) -> str:
-    """The place of a file in the site."""
+    """Return the place of a file in the site."""
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
     return f"repository/{path.relative_to(ROOT).as_posix()}"

@@ -52,14 +52,14 @@ class Fork:
         self.process.join()
 
     def hear(self) -> int | None:
-        """The next number that it says; None at its end."""
+        """Return the next number that it says; None at its end."""
         assert self._heard.poll(20.0), "the child says nothing"
         with contextlib.suppress(EOFError):
             return int(self._heard.recv())
         return None
 
     def rest(self) -> list[int]:
-        """The numbers that it said since, up to its end."""
+        """Return the numbers that it said since, up to its end."""
         return list(iter(self.hear, None))
 
     def wait(self) -> int | None:
@@ -99,7 +99,7 @@ def save(directory: Any, step: int, size: int = 1000, keep: int = 9) -> None:
 
 
 def check(directory: Any, size: int = 1000) -> int:
-    """The step that is loaded; all of it is as it was saved."""
+    """Return the step that is loaded; all of it is as it was saved."""
     loaded = checkpoint.load(directory)
     assert loaded.user["step"] == loaded.step
     assert torch.equal(loaded.user["weights"], weights(loaded.step, size))

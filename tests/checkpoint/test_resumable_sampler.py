@@ -23,7 +23,7 @@ def samplers(num_processes: int, length: int = 50, **options: Any) -> list[Resum
 
 
 def take(each: list[ResumableSampler], count: int) -> list[list[int]]:
-    """The next batches of all processes together, with an end of an epoch in between or not."""
+    """Return the next batches of all processes, with an end of an epoch in between or not."""
     batches: list[list[int]] = []
     while len(batches) < count:
         parts = [sampler.over(sampler) for sampler in each]

@@ -190,7 +190,7 @@ VALUES: list[Any] = [
 
 
 def form(value: Any) -> Any:
-    """A value as what is compared by ``==``: with its type, its order and its bits."""
+    """Return a value as what is compared by ``==``: with its type, its order and its bits."""
     if isinstance(value, Tensor):
         plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         bits = (torch.view_as_real(plain) if plain.is_complex() else plain).view(torch.uint8)

@@ -38,19 +38,19 @@ def make_net() -> nn.Module:
 
 
 def batch(step: int, size: int = 12) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step."""
+    """Return the whole batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randn(size, 6, generator=generator), torch.randn(size, 3, generator=generator)
 
 
 def share(step: int, rank: int, sizes: tuple[int, ...] = (6, 6)) -> tuple[Tensor, Tensor]:
-    """The part of the batch that a process has."""
+    """Return the part of the batch that a process has."""
     x, y = batch(step, sum(sizes))
     return x.split(sizes)[rank], y.split(sizes)[rank]
 
 
 def wrap(module: nn.Module, rank: int, replicas: int = 1, **options: Any) -> Any:
-    """The wrapper over the devices of a process."""
+    """Return the wrapper over the devices of a process."""
     devices = [f"virtual:{rank * replicas + i}" for i in range(replicas)]
     return dp.DistributedDataParallel(module.to(devices[0]), devices, **options)
 
@@ -86,7 +86,7 @@ def steps(
 
 
 def train_bare(numbers: Iterable[int] = range(STEPS)) -> State:
-    """The same steps of the bare module on the whole batch."""
+    """Return the same steps of the bare module on the whole batch."""
     module = make_net()
     optimizer = optimizer_of(module)
     for step in numbers:

@@ -334,7 +334,7 @@ def train_norm(rank: int, size: int, replicas: int, policy: str) -> State:
 
 
 def train_bare_norm(chunks: int, merged: int) -> State:
-    """The same on the CPU in so many chunks; the statistics of the first few count."""
+    """Return the same on the CPU in so many chunks; the statistics of the first few count."""
     net = made(make_norm)
     optimizer = optimizer_of(net)
     for number, step in enumerate((*range(STEPS), 0)):

@@ -129,7 +129,7 @@ def expect_clean(seconds: float = CLEAN) -> None:
 
 
 def workers() -> list[str]:
-    """The names of all workers."""
+    """Return the names of all workers."""
     return [info.name for info in api._get_current_rpc_agent().get_worker_infos()]
 
 
@@ -152,12 +152,12 @@ _lock = threading.Lock()
 
 
 def ones(*shape: int) -> Tensor:
-    """A leaf that the test alone has."""
+    """Return a leaf that the test alone has."""
     return torch.ones(shape or (3,), dtype=torch.float64, requires_grad=True)
 
 
 def leaf(name: str, *shape: int) -> Tensor:
-    """A leaf of this worker, made at the first use, with values that depend on the name only."""
+    """Return a leaf of this worker, made at the first use, with values from its name."""
     with _lock:
         if name not in _leaves:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -167,7 +167,7 @@ def leaf(name: str, *shape: int) -> Tensor:
 
 
 def own_gradients(context_id: int | None) -> dict[str, Tensor]:
-    """The gradients of this worker's leaves in a context, or else in ``.grad``, by name."""
+    """Return the gradients of this worker's leaves in a context, or else in ``.grad``, by name."""
     with _lock:
         leaves = dict(_leaves)
     if not leaves:

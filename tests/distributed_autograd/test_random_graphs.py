@@ -160,7 +160,7 @@ class Body:
         self.draw = random.Random(self.seed)
 
     def leaf(self, name: str) -> Tensor:
-        """A leaf of this worker; in one process they have names of their own."""
+        """Return a leaf of this worker; in one process they have names of their own."""
         value = leaf(f"{self.worker} {name}", *LEAVES[name])
         if name == "gain" and not value._backward_hooks:
             value.register_hook(_halved)
@@ -209,7 +209,7 @@ class Body:
         self.values.append(self.leaf(self.draw.choice(list(LEAVES))))
 
     def _operand(self, kind: str) -> Tensor:
-        """A value of this kind; one made for that where there is none."""
+        """Return a value of this kind; one made for that where there is none."""
         found = [value for value in self.values if _kind(value) == kind]
         if not found and kind == "ids":
             return torch.arange(3) + self.draw.randint(0, 3)

@@ -77,7 +77,7 @@ def look_up(indices: Tensor, sparse: bool = False) -> Tensor:
 
 
 def table_gradient(context_id: int) -> Tensor:
-    """The gradient that the worker with the table has in a context."""
+    """Return the gradient that the worker with the table has in a context."""
     assert _table.grad is None
     return get_gradients(context_id)[_table].to_dense()
 
@@ -91,7 +91,7 @@ def grads(module: nn.Module) -> Grads:
 
 
 def in_context(context_id: int, module: nn.Module) -> Grads:
-    """The gradients of a module in a context."""
+    """Return the gradients of a module in a context."""
     found = get_gradients(context_id)
     return [found.get(parameter) for parameter in module.parameters()]
 

@@ -27,7 +27,7 @@ _SERVERS: tuple[tuple[Any, str], ...] = (
 
 
 def replica_threads() -> set[threading.Thread]:
-    """The worker threads of replicas, those included that earlier tests have left."""
+    """Return the worker threads of replicas, those included that earlier tests have left."""
     named = (each for each in threading.enumerate() if each.name.startswith("dataparallel-replica"))
     return set(named)
 

@@ -131,7 +131,7 @@ def compare(found: Summary, quiet: Summary, plan: Sequence[Fault]) -> list[tuple
 
 
 def report(found: Summary, rows: Sequence[tuple[str, str, bool]]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     kinds = collections.Counter(fault.split(" ")[0] for fault in found.faults)
     happened = ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
     table = "\n".join(
@@ -156,7 +156,7 @@ to the disk, too. Nobody helps. Goodput is the steps times {PACE:g} s, over the 
 
 
 def soak(settings: Settings, limit: float) -> Summary:
-    """One training with what is planned; shows how it gets on, and returns what happened."""
+    """Train once with the planned faults; show the progress, and return what happened."""
     options = [f"--nproc-per-node={PROCESSES}", "--master-addr=127.0.0.1"]
     options += [f"--master-port={free_port()}", "--max-restarts=1000000", "--monitor-interval=0.1"]
     command = torchrun(settings, *options)
@@ -175,7 +175,7 @@ def soak(settings: Settings, limit: float) -> Summary:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The training without faults, the soak, and the comparison.
+    """Return the training without faults, the soak, and the comparison.
 
     Returns:
         0 if all is well, 1 if something is wrong, 2 if it was only too slow.

@@ -56,7 +56,7 @@ class Fails(nn.Module):
 
 
 def step(model: Any, value: float, group: dist.ProcessGroup | None = None) -> float:
-    """One step, with a collective of the user's if there is a group for it; a gradient."""
+    """Make a step, with a collective of the user if there is a group; return a gradient."""
     model.zero_grad()
     loss = model(torch.full((1, 4), value)).sum()
     if group is not None:

@@ -88,7 +88,7 @@ class Net(nn.Module):
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The gradients of one step."""
+    """Return the gradients of one step."""
     model.zero_grad()
     model(x).pow(2).mean().backward()
     return [each if each is None else each.clone() for each in grads_of(model)]

@@ -67,7 +67,7 @@ def loss_of(model: nn.Module, case: Case, step: int, rank: int, size: int) -> Te
 
 
 def train(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
-    """The weights after each case."""
+    """Return the weights after each case."""
     found = []
     for case in cases:
         net, optimizer = begin(case)
@@ -85,7 +85,7 @@ def train(rank: int, world_size: int, cases: list[Case]) -> list[list[Tensor]]:
 
 
 def reference(case: Case) -> list[Tensor]:
-    """The weights of one process that has the batches of all."""
+    """Return the weights of one process that has the batches of all."""
     net, optimizer = begin(case)
     rows = [row for sizes in case.sizes for row in enumerate(itertools.zip_longest(*sizes))]
     for step, row in rows:

@@ -240,7 +240,7 @@ def started(
 
 
 def torchrun(settings: Settings, *options: str) -> list[str]:
-    """The command that starts a training."""
+    """Return the command that starts a training."""
     module = ["-m", "tests.faults.training", json.dumps(asdict(settings))]
     return [sys.executable, "-m", "torch.distributed.run", *options, *module]
 

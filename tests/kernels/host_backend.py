@@ -98,7 +98,7 @@ class HostBackend(Backend):
 
 @functools.cache
 def library(source: str) -> ctypes.CDLL:
-    """The kernels of one source of ``csrc/``, compiled for the host."""
+    """Return the kernels of one source of ``csrc/``, compiled for the host."""
     return library_of(compiler.source_text(source), source)
 
 
@@ -118,7 +118,7 @@ def library_of(text: str, name: str) -> ctypes.CDLL:
 
 
 def _header() -> Path:
-    """A header with all that the kernels find, beside what g++ has made of it.
+    """Return a header with all that the kernels find, beside what g++ has made of it.
 
     To compile it takes half of the time of a small kernel.
     """
@@ -133,7 +133,7 @@ def _header() -> Path:
 
 
 def _cached(text: str) -> Path:
-    """The folder of what becomes of a text."""
+    """Return the folder of what becomes of a text."""
     headers = (path.read_text(encoding="utf-8") for path in sorted(_HEADERS.glob("*.h")))
     parts = (text, *headers, *_FLAGS)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -32,7 +32,7 @@ _PROT_NONE, _PROT_READ = 0, 1
 def guarded(
     values: torch.Tensor, side: str = "end", offset: int = 0, *, read_only: bool = False
 ) -> torch.Tensor:
-    """A copy of a dense tensor, with its strides, directly at a page that may not be touched.
+    """Copy a dense tensor, with its strides, directly to a page that may not be touched.
 
     Args:
         side: True if the copy ends at such a page, not if it begins at one. At an end its alignment

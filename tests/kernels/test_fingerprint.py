@@ -37,7 +37,7 @@ def mixed(word: int) -> int:
 
 
 def expected(data: bytes) -> int:
-    """The number of some bytes from Python's integers, which have no width."""
+    """Return the number of some bytes from Python's integers, which have no width."""
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     total = mixed(len(data))
     for place, word in enumerate(words, start=1):
@@ -46,7 +46,7 @@ def expected(data: bytes) -> int:
 
 
 def of(tensor: Tensor) -> int:
-    """The number of a contiguous tensor."""
+    """Return the number of a contiguous tensor."""
     return expected(bytes(tensor.reshape(-1).view(torch.uint8).tolist()))
 
 

@@ -50,7 +50,7 @@ def items(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Item]:
 
 
 def permuted(values: torch.Tensor) -> torch.Tensor:
-    """The same values with the order of dimensions in memory reversed, or rotated."""
+    """Return the same values with the order of dimensions in memory reversed, or rotated."""
     order = list(range(values.dim()))
     order = order[::-1] if values.dim() % 2 == 0 else [*order[1:], *order[:1]]
     inverse = [order.index(d) for d in range(values.dim())]
@@ -58,7 +58,7 @@ def permuted(values: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_of(item: Item, *, writable: bool = False) -> torch.Tensor:
-    """A tensor with values of all kinds; other elements of its memory are 77."""
+    """Return a tensor with values of all kinds; other elements of its memory are 77."""
     values = values_of(item.dtype, math.prod(item.shape)).view(item.shape)
     layout = item.layout
     if layout == "expanded" and (writable or not item.shape):

@@ -30,7 +30,7 @@ _MARK = re.compile(r"@kernel (\w+) [^@]+@")
 
 @functools.cache
 def kernels_of(source: str) -> list[str]:
-    """The names of the kernels of a source."""
+    """Return the names of the kernels of a source."""
     text = "#define KERNELS_ON_HOST\n#define KERNEL(name, Parameters) @kernel name Parameters@\n"
     done = subprocess.run(
         ["g++", "-E", "-P", "-x", "c++", "-"],

@@ -25,7 +25,7 @@ def values_of(dtype: torch.dtype, size: int) -> torch.Tensor:
 
 
 def at_offset(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """A copy within a larger buffer, whose other elements are 77."""
+    """Return a copy within a larger buffer, whose other elements are 77."""
     whole = torch.full((values.numel() + 2 * MARGIN,), 77, dtype=values.dtype)
     assert whole.data_ptr() % 16 == 0
     return whole[offset : offset + values.numel()].copy_(values)

@@ -68,7 +68,7 @@ def make_step(
     device: str = "virtual",
     kind: Literal["train", "inference"] = "train",
 ) -> StepRecord:
-    """A step as long as its longest replica; the others are idle to the end of it."""
+    """Return a step as long as its longest replica; the others are idle to the end of it."""
     length = max(sum(seconds.values()) for seconds in replicas)
     samples = samples or [8] * len(replicas)
     found = []
@@ -178,7 +178,7 @@ def sample(
 
 
 def training(num_samples: int = 24, num_devices: int = 4) -> list[Sample]:
-    """A run whose last replica is slow and whose first waits for its input at the end.
+    """Return a run whose last replica is slow and whose first waits for its input at the end.
 
     From the second third on the last device is slowed down.
     """
@@ -235,7 +235,7 @@ _OTHERS: Seconds = {**_FIRST, "forward": 0.020, "backward": 0.040}
 
 
 def make_run(num_steps: int = 1000, **changes: Any) -> RunState:
-    """The run on the first four devices of :func:`make_sample` after so many steps."""
+    """Return the run on the first four devices of :func:`make_sample` after so many steps."""
     info = make_info(4, device="cuda", world_size=2, num_parameters=124_000_000)
     run = FakeRun(dataclasses.replace(info, model="TransformerLM"))
     run.steps(num_steps, [_FIRST, _OTHERS, _OTHERS, _OTHERS], [32, 28, 24, 20])
@@ -244,7 +244,7 @@ def make_run(num_steps: int = 1000, **changes: Any) -> RunState:
 
 
 def make_device(i: int, values: dict[str, float | None] | None = None, **more: Any) -> Any:
-    """A device that is busy as one in training is."""
+    """Return a device that is busy as one in training is."""
     usual: dict[str, float | None] = {
         "utilization": 0.82,
         "memory_used": 48 * GIB,
@@ -262,7 +262,7 @@ def make_device(i: int, values: dict[str, float | None] | None = None, **more: A
 
 
 def make_sample(tick: int = 0, **changes: Any) -> Sample:
-    """The machine at a second: one device is hot, one lost, one broken."""
+    """Return the machine at a second: one device is hot, one lost, one broken."""
     hot: dict[str, float | None] = {"temperature": 91.0, "sm_clock": 1.2e9, "power": 700.0}
     command = "python train.py --epochs 90"
     whole = Sample(
@@ -291,7 +291,7 @@ def make_sample(tick: int = 0, **changes: Any) -> Sample:
 
 
 def samples(count: int) -> Iterator[Sample]:
-    """The machine second by second."""
+    """Return the machine second by second."""
     return (make_sample(tick) for tick in range(count))
 
 
@@ -319,7 +319,7 @@ class FakeSampler(Sampler):
 
 
 def opened(*words: str) -> Sampler:
-    """The sampler of a command with these options."""
+    """Return the sampler of a command with these options."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.add_sampler_options(parser)
     return opening.open_sampler(parser.parse_args(words))

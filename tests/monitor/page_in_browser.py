@@ -91,7 +91,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 def two_ranks(tick: int) -> Sample:
-    """The machine, whose devices a second rank uses too; that one waits while the first loads."""
+    """Return the machine, whose devices a second rank uses too; it waits for the first."""
     sample = make_sample(tick)
     (first,) = sample.runs
     phases: tuple[Phase, ...] = ("input", "reduce across processes")

@@ -197,7 +197,7 @@ def test_torchs_wrappers_are_watched(cluster: Cluster) -> None:
 
 
 def late_in_backward(rank: int, world_size: int) -> float:
-    """The share of the step that the first process spends in its backward, the second one late."""
+    """Return the share of the step that the first process spends in its backward."""
     model = DistributedDataParallel(nn.Linear(6, 3))
     optimizer = SGD(model.parameters(), 0.01)
     a = torch.ones(256, 256)

@@ -609,7 +609,7 @@ PARTED = [Identity("GPU-a1", "H100", ("MIG-x1", "MIG-x2")), Identity("GPU-a2", "
 
 
 def order(text: str, devices: list[Identity]) -> list[str]:
-    """The identities in torch's order."""
+    """Return the identities in torch's order."""
     by_key = visible_devices({"CUDA_VISIBLE_DEVICES": text}, devices).by_key
     return sorted(by_key, key=lambda key: int(by_key[key].split(":")[1]))
 

@@ -50,7 +50,7 @@ def lab(color: str, vision: Matrix) -> Matrix:
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of WCAG 2."""
+    """Return the ratio of WCAG 2."""
     dark, light = sorted(float(_TO_XYZ[1] @ linear(color)) for color in (one, other))
     return (light + 0.05) / (dark + 0.05)
 

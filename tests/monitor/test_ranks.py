@@ -53,7 +53,7 @@ from tests.monitor.test_serve import exposed
 
 
 def rank(place: int, *replicas: Seconds, steps: int = 10, **changes: Any) -> FakeRun:
-    """A rank of four, two on each machine, after some steps."""
+    """Return a rank of four, two on each machine, after some steps."""
     info = make_info(len(replicas), device="cuda", world_size=4)
     host = f"node{place // 2}"
     found: dict[str, Any] = {"pid": 100 + place % 2, "rank": place, "host": host, **changes}

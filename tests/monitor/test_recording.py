@@ -28,7 +28,7 @@ from tests.monitor.cases import device, make_sample, sample
 
 
 def numbered(number: int) -> Sample:
-    """A sample of some 700 bytes."""
+    """Return a sample of some 700 bytes."""
     return sample(float(number), [device(i, utilization=number / 1000) for i in range(2)])
 
 

@@ -63,7 +63,7 @@ def machine() -> Iterator[MonitorServer]:
 
 
 def ask(server: MonitorServer, path: str, *, method: str = "GET", **headers: str) -> Any:
-    """The answer, with its status, headers and body."""
+    """Return the answer, with its status, headers and body."""
     address = str(server.server_address[0])
     with contextlib.closing(
         http.client.HTTPConnection(address, server.server_port, timeout=10)
@@ -388,7 +388,7 @@ def test_a_fault_of_the_server_is_told_and_seen(capfd: pytest.CaptureFixture[str
 
 
 def wait_for_end(connection: socket.socket) -> bytes:
-    """Everything until the other side ends the connection."""
+    """Return everything until the other side ends the connection."""
     connection.settimeout(10)
     found = b""
     with contextlib.suppress(ConnectionResetError):

@@ -75,7 +75,7 @@ def now(model: DataParallel[Any]) -> list[str]:
 
 
 def spans_of(model: DataParallel[Any], run: Callable[[Any], Any] | None = None) -> list[Span]:
-    """All spans of a step, or of what is run."""
+    """Return all spans of a step, or of what is run."""
     found: list[Span] = []
     model.timeline.subscribe(Listener(found.append))
     if run is None:
@@ -247,7 +247,7 @@ class Run:
         self.assembler.start()
 
     def span(self, phase: Phase, begin: float, end: float, replica: int | None = None) -> None:
-        """A span that has been from ``begin`` to ``end``."""
+        """Record a span from ``begin`` to ``end``."""
         self.now = begin
         with self.line.span(phase, replica):
             self.now = end
@@ -260,7 +260,7 @@ class Run:
         self.span("forward", begin + 1, end)
 
     def step(self, begin: float, *, optimizer: bool = True) -> None:
-        """A step of 40 ms whose first 5 ms are input."""
+        """Record a step of 40 ms whose first 5 ms are input."""
         self.span("scatter", begin + 5, begin + 10)
         self.line.call((3, 2))
         self.span("forward", begin + 10, begin + 18, 0)
@@ -368,7 +368,7 @@ def with_inference(run: Run) -> None:
 
 
 def with_evaluation(run: Run) -> None:
-    """It computes gradients that nobody uses."""
+    """Compute gradients that nobody uses."""
     run.step(0)
     for i in range(20):
         run.span("scatter", 40 + i, 40.5 + i)

@@ -61,7 +61,7 @@ class Screen:
         return ["".join(row).rstrip() for row in cells]
 
     async def table(self, keys: str = "") -> list[str]:
-        """The head and the rows of the processes."""
+        """Return the head and the rows of the processes."""
         lines = await self.press(keys) if keys else await self.lines()
         begin = next((i for i, line in enumerate(lines) if HEAD in line), len(lines))
         return [line for line in lines[begin:-1] if line]

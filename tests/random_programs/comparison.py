@@ -97,7 +97,7 @@ def _run_both(program: Program, rank: int, group: Any) -> Runs:
 
 
 def _difference(program: Program, ours: Run, right: Run) -> str | None:
-    """The first difference; what the bare module raises may be done all the same."""
+    """Return the first difference; what the bare module raises may be done all the same."""
     refused = ours.error is not None and any(part in ours.error for part in REFUSALS)
     if ours.error is not None and right.error is None and not refused:
         return f"step {len(ours.seen) - 1} raises {ours.error}"

@@ -303,7 +303,7 @@ class Program:
         return self.noted() if self.has(0.3) else "h"
 
     def noted(self) -> str:
-        """A return value with a part that no loss has, or in another container."""
+        """Return a return value with a part that no loss has, or in another container."""
         parts = {
             "len(h)": "sum",
             "[str(i)[:0] for i in range(len(h))]": "samples",
@@ -384,7 +384,7 @@ class Program:
     # --- parts of steps --------------------------------------------------------------------------
 
     def filled(self, template: str) -> str:
-        """A text with its parts, each as far indented as its first line."""
+        """Return a text with its parts, each as far indented as its first line."""
 
         def part(found: re.Match[str]) -> str:
             indent, text = found[1] or "", getattr(self, f"_{found[2]}")()
@@ -393,7 +393,7 @@ class Program:
         return re.sub(r"(?m)(^ *)?<(\w+)>", part, template)
 
     def _call(self) -> str:
-        """A forward, which leaves `x`, `out` and perhaps `side`."""
+        """Return a forward, which leaves `x`, `out` and perhaps `side`."""
         record = "\nrecord(note)" if self.note else ""
         return self.filled(f"<input>\n<outputs> = parts(m(x<use>)){record}")
 
@@ -416,7 +416,7 @@ class Program:
         return "out, side" if self.side else "out, note" if self.note else "out"
 
     def _use(self) -> str:
-        """The further arguments of a call, after its batch."""
+        """Return the further arguments of a call, after its batch."""
         given = ""
         if self.extra is not None:
             value = self.extra.value.replace("NUMBER", str(self.number + 500))
@@ -456,14 +456,14 @@ class Program:
     # --- what is run -----------------------------------------------------------------------------
 
     def net(self) -> str:
-        """The source of the module."""
+        """Return the source of the module."""
         init, forward = (
             textwrap.indent("\n".join(lines), " " * 8) for lines in (self.init, self.forward)
         )
         return NET.format(init=init, forward=forward, returns=self.returns)
 
     def text(self) -> str:
-        """The program as it can be read."""
+        """Return the program as it can be read."""
         given = "".join(f", {name}={value!r}" for name, value in self.options.items())
         lines = [
             f"# seed {self.seed}, {self.processes} processes, exact: {self.exact}",

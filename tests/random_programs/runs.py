@@ -158,7 +158,7 @@ class Averaged(nn.Module):
         self._reduced = self._states()
 
     def _states(self) -> list[tuple[Tensor | None, int]]:
-        """The gradients, not their ids: another tensor might get one; and their versions."""
+        """Return the gradients, not their ids: another tensor might get one; and their versions."""
         grads = [parameter.grad for parameter in self._trained]
         return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
@@ -312,7 +312,7 @@ class _State:
         return result
 
     def _fails(self, step: Callable[[], None], where: str, rank: int, *, tells: bool) -> None:
-        """A step that raises in one rank; the others get an error, and nothing is applied."""
+        """Make a step that raises in one rank; the others get an error, and nothing is applied."""
         model = self.names["m"]
         raised = not isinstance(model, dp.DataParallel)
         if not raised:

@@ -17,7 +17,7 @@ DEVICE = "virtual:1"
 
 
 def moved(value: Any, device: str) -> Any:
-    """A copy with all its tensors on a device; what requires gradients still does."""
+    """Return a copy with all its tensors on a device; what requires gradients still does."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
     if isinstance(value, nn.Module):
@@ -63,7 +63,7 @@ def assert_same(function: Callable[..., Any], *inputs: Any, exact: bool = True) 
 
 
 def _total(outputs: list[Tensor]) -> Tensor:
-    """A scalar that weighs every element differently."""
+    """Return a scalar that weighs every element differently."""
     sums = []
     for output in outputs:
         real = torch.view_as_real(output) if output.is_complex() else output

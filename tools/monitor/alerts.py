@@ -20,7 +20,7 @@ _LONG = 10.0
 
 
 def find_alerts(history: History) -> list[Finding]:
-    """All errors and warnings, what is broken first. Called once per sample."""
+    """Return all errors and warnings, broken devices first. Called once per sample."""
     sample = history.sample
     if sample is None:
         return []

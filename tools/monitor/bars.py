@@ -35,7 +35,7 @@ def column(text: Text | str, width: int, *, right: bool = False, style: str = ""
 
 
 def joined(parts: Sequence[Text], separator: str) -> Text:
-    """Those parts that are not empty, in one line."""
+    """Return those parts that are not empty, in one line."""
     line = Text()
     for part in filter(None, parts):
         line.append(separator if line else "").append_text(part)
@@ -51,12 +51,12 @@ def folded(text: str, width: int, style: str) -> list[Text]:
 
 
 def heading(title: str, width: int) -> Text:
-    """The line above a section."""
+    """Return the line above a section."""
     return Text(f"── {title} ".ljust(width, "─"), "#9fb4cc")
 
 
 def bar(ratio: float | None, width: int, color: str) -> Text:
-    """A bar that is filled to ``ratio``, from 0 to 1; an empty one if that is not available."""
+    """Return a bar that is filled to ``ratio``, from 0 to 1; an empty one without a ratio."""
     share = min(1.0, max(0.0, ratio or 0.0))
     # A little is not nothing.
     filled = max(round(share * width), int(share > 0))
@@ -64,7 +64,7 @@ def bar(ratio: float | None, width: int, color: str) -> Text:
 
 
 def sparkline(values: Sequence[float | None], width: int, color: str) -> Text:
-    """The last ratios, the newest on the right; what is not available is left blank."""
+    """Return the last ratios, the newest on the right; missing ones are left blank."""
     last = values[-width:]
     cells = (
         " " if value is None else _LEVELS[min(7, max(0, round(value * 8) - 1))] for value in last
@@ -79,7 +79,7 @@ def phase_block(phase: Phase, width: int) -> Text:
 
 
 def share_bar(shares: Mapping[Phase, float], width: int) -> Text:
-    """A bar of the shares of the phases, which add up to 1."""
+    """Return a bar of the shares of the phases, which add up to 1."""
     line, done, place = Text(), 0.0, 0
     for phase in PHASES:
         done += shares.get(phase, 0.0)
@@ -90,7 +90,7 @@ def share_bar(shares: Mapping[Phase, float], width: int) -> Text:
 
 
 def step_bar(segments: Sequence[Segment], seconds: float, width: int) -> Text:
-    """A bar of what came after what in a step that took ``seconds``."""
+    """Return a bar of the segments, in order, of a step that took ``seconds``."""
     line, place = Text(), 0
     for segment in segments:
         begin, end = (min(width, round(width * t / seconds)) for t in (segment.begin, segment.end))

@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana imports it."""
+    """Return the dashboard, as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     sections = (("Run", _NUMBERS, _RUN), ("Devices", (), _DEVICES), ("Host", (), _HOST))
     top = 0

@@ -169,7 +169,7 @@ class History:
         return sorted(self._runs.values(), key=lambda run: run.state.order)
 
     def course(self, device: str) -> Sequence[float | None]:
-        """The last utilizations of a device, the newest last; one per sample."""
+        """Return the last utilizations of a device, the newest last; one per sample."""
         return tuple(self._courses.get(device, ()))
 
     def held(self, name: str, holds: bool) -> float:
@@ -191,7 +191,7 @@ def slowed_devices(sample: Sample, info: RunInfo) -> dict[str, str]:
 
 
 def replicas_on(device: str, uuid: str | None, info: RunInfo) -> list[int]:
-    """The replicas of a run on a device, which may have another name in the run."""
+    """Return the replicas of a run on a device, which may have another name in the run."""
     return [
         i
         for i, (name, known) in enumerate(zip(info.devices, info.uuids, strict=True))
@@ -200,7 +200,7 @@ def replicas_on(device: str, uuid: str | None, info: RunInfo) -> list[int]:
 
 
 def users_of(device: DeviceReading, runs: Sequence[RunHistory]) -> str:
-    """The replicas on a device, in words; with their ranks where there are several runs."""
+    """Return the replicas on a device, in words; with their ranks where there are several runs."""
     found: dict[str, None] = {}
     for run in runs:
         own = replicas_on(device.device, device.uuid, run.state.info)
@@ -212,7 +212,7 @@ def users_of(device: DeviceReading, runs: Sequence[RunHistory]) -> str:
 
 
 def reading_of(sample: Sample, name: str, uuid: str | None) -> DeviceReading | None:
-    """The reading of a device of a run, which may have another name where it was read."""
+    """Return the reading of a device of a run, which may have another name where it was read."""
     for reading in sample.devices:
         if _is_same(reading.device, reading.uuid, name, uuid):
             return reading

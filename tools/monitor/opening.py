@@ -23,7 +23,7 @@ SOURCES = ("auto", "nvml", "cpu", "virtual")
 
 
 def open_sampler(arguments: argparse.Namespace) -> Sampler:
-    """The sampler that the options of ``command.add_sampler_options`` ask for.
+    """Return the sampler that the options of ``command.add_sampler_options`` ask for.
 
     Raises:
         ValueError: There is no such source, file, run or device.

@@ -166,7 +166,7 @@ def _style(theme: Theme) -> dict[Any, Any]:
 
 
 def _tracks(recordings: Sequence[Recording]) -> tuple[list[_Track], str]:
-    """The recordings on one axis, and its unit."""
+    """Return the recordings on one axis, and its unit."""
     begin = min((one.samples[0].time for one in recordings if one.samples), default=0.0)
     times = []
     for one in recordings:
@@ -309,7 +309,7 @@ def _name(axes: Axes, name: str) -> None:
 def curve(
     axis: Sequence[float], values: Sequence[float | None], gaps: frozenset[int] = frozenset()
 ) -> tuple[list[float], list[float]]:
-    """A line of at most so many means, with NaN where nothing is known, and in each gap."""
+    """Return a line of at most so many means, with NaN where nothing is known, and in each gap."""
     size = max(1, -(-len(axis) // MAX_POINTS))
     edges = sorted({*range(0, len(axis), size), *gaps})
     x, y = [], []
@@ -353,7 +353,7 @@ class _Run:
 
 
 def _runs(tracks: Sequence[_Track]) -> list[_Run]:
-    """The runs of the job that has done the most steps."""
+    """Return the runs of the job that has done the most steps."""
     found = [_Run(track, periods) for track in tracks for periods in find_runs(track.samples)]
     longest = max(found, key=lambda one: one.num_steps, default=None)
     # A job that was started again has another name, but the same ranks.
@@ -507,7 +507,7 @@ def draw_step(
 
 
 def _name_phases(theme: Theme, title: str, phases: set[Phase], axes: Axes) -> None:
-    """A title, and below it the phases that occur."""
+    """Write a title, and below it the phases that occur."""
     axes.set_title(title, loc="left", pad=24)
     handles = [
         Patch(color=theme.phases[phase].color, label=phase) for phase in PHASES if phase in phases

@@ -61,7 +61,7 @@ NAMES = tuple(column.name for column in COLUMNS)
 def arranged(
     processes: Iterable[ProcessReading], sort: str, *, descending: bool, pattern: str = ""
 ) -> list[Row]:
-    """The rows that a filter lets through, sorted; those whose value is not known come last.
+    """Return the rows that a filter lets through, sorted; those with unknown values come last.
 
     The words of the pattern must all occur in a row; ``user:NAME`` and ``device:NAME`` only there.
     """
@@ -91,7 +91,7 @@ def _matches(process: ProcessReading, words: Sequence[str]) -> bool:
 
 
 def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Row]:
-    """The rows and their ancestors, all below their parents, siblings in the order of rows."""
+    """Return the rows and their ancestors below their parents, siblings in the rows' order."""
     own = {row.process.pid for row in rows}
     everyone = [*rows, *(Row(one) for one in ancestors if one.pid not in own)]
     pids = {row.process.pid for row in everyone}
@@ -125,7 +125,7 @@ def table(
     tagged: Container[int] = (),
     marks: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Text], list[int]]:
-    """A head and the rows, and where each column ends.
+    """Return a head and the rows, and where each column ends.
 
     Processes of runs that are watched (``own``) stand out, and those that are tagged. ``marks``
     tells what stands behind the names of columns.

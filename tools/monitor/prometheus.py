@@ -72,7 +72,7 @@ _MEANINGS = {
 
 
 def registry_of(store: SampleStore) -> CollectorRegistry:
-    """A registry that tells the latest sample of a store, and nothing else."""
+    """Return a registry that tells the latest sample of a store, and nothing else."""
     with needs_extra("monitor"):
         from prometheus_client import CollectorRegistry
     registry = CollectorRegistry(auto_describe=False)
@@ -90,7 +90,7 @@ class SampleCollector:
         self._saw_jobs = False
 
     def collect(self) -> Iterable[Family]:
-        """All metrics that have a value now."""
+        """Return all metrics that have a value now."""
         sample = self._store.latest
         families = _Families()
         families.tell("build_info", 1, version=metadata.version("dataparallel"))

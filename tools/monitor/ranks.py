@@ -87,7 +87,7 @@ def speed_of_ranks(speeds: Iterable[tuple[int, float | None]]) -> float | None:
 def find_in_job(
     runs: Sequence[tuple[RunState, Summary]], states: Sequence[RunState]
 ) -> list[Finding]:
-    """All that is worth a change in a job, the largest gain first; what ranks share is told once.
+    """Return all changes worth making in a job, the largest gain first; shared ones once.
 
     ``states`` has also those of other jobs, from which the job's are told.
     """
@@ -140,7 +140,7 @@ def _others_compute(summary: Summary, beside: Sequence[Summary]) -> bool:
 
 
 def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | None:
-    """The rank for which the others wait; None where they are even. See Note [Which rank is slow].
+    """Return the rank for which others wait; None if they are even. See Note [Which rank is slow].
 
     The summaries are about the time in which they trained together.
     """

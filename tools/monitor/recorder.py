@@ -156,7 +156,7 @@ def _locked(path: Path) -> Any:
 
 
 def _header_of(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The header of the recording that is there, or of a new one."""
+    """Return the header of the recording that is there, or of a new one."""
     older = older_parts(path)
     # An empty file is one for whose first line a full disk had no room.
     is_empty = path.exists() and not path.stat().st_size
@@ -179,5 +179,5 @@ def _header_of(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def samples_text(number: int) -> str:
-    """A number of samples, in words."""
+    """Return a number of samples, in words."""
     return "1 sample" if number == 1 else f"{number} samples"

@@ -99,7 +99,7 @@ class RecordingReader:
 
 
 def older_parts(path: Path) -> list[Path]:
-    """The older files of a recording, the oldest first."""
+    """Return the older files of a recording, the oldest first."""
     parts = {part.suffix[1:]: part for part in path.parent.glob("*") if part.stem == path.name}
     return [parts[key] for key in sorted(filter(_is_number, parts), key=int, reverse=True)]
 
@@ -109,7 +109,7 @@ def _is_number(suffix: str) -> bool:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a file; ValueError if it is no recording, or one of another version."""
+    """Return the header of a file; ValueError if it is no recording, or one of another version."""
     try:
         with path.open("rb") as file:
             line = file.readline(_LONGEST_HEADER)

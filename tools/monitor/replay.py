@@ -41,7 +41,7 @@ class Replay(Sampler):
         self._upcoming: Sample | None = first
 
     def sample(self) -> Sample:
-        """The next sample, without waiting for its time; after the end the last one again."""
+        """Return the next sample, without waiting for its time; at the end the last one again."""
         if self._upcoming is not None:
             self._latest, self._upcoming = self._upcoming, next(self._rest, None)
             # Damage is known once the lines behind a sample have been read.
@@ -54,7 +54,7 @@ class Replay(Sampler):
         return self._selection.sample(self._latest)
 
     def samples(self) -> Iterator[Sample]:
-        """The samples that are left, each at its time."""
+        """Yield the samples that are left, each at its time."""
         begin = self._clock()
         first = self._upcoming.elapsed if self._upcoming is not None else 0.0
         while self._upcoming is not None and not self._stopped.is_set():
@@ -67,5 +67,5 @@ class Replay(Sampler):
             yield self.sample()
 
     def devices(self) -> list[DeviceReading]:
-        """All devices of the sample that was told last, or is the next."""
+        """Return all devices of the sample that was told last, or is the next."""
         return list(self._latest.devices)

@@ -138,7 +138,7 @@ def _device_notes(device: DeviceReport, name: str) -> Iterator[Text]:
 
 
 def _job(job: JobReport, runs: Sequence[RunReport]) -> Iterator[RenderableType]:
-    """The ranks of a job beside each other, and what holds it up."""
+    """Yield the ranks of a job beside each other, and what holds it up."""
     told = f"{job.job}: {len(job.ranks)} of {job.world_size} ranks"
     speed = frequency_text(job.samples_per_second)
     yield Text.assemble(("Job  ", "bold"), told, f", {speed} samples/s together")

@@ -37,7 +37,7 @@ class RunPeriod:
         return self.is_whole or self.states[-1].num_steps == self.states[0].num_steps
 
     def parts(self) -> list[Part]:
-        """The steps from one state to the next."""
+        """Return the steps from one state to the next."""
         before = None if self.since_start else self.states[0]
         seen = None
         found = []
@@ -51,7 +51,7 @@ class RunPeriod:
 
 
 def part_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> Part:
-    """The steps between two states of a run, or from its beginning to a state.
+    """Return the steps between two states of a run, or from its beginning to a state.
 
     The division of samples is that of the step that was ``seen``, if one was.
     """
@@ -82,7 +82,7 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
 
 
 def find_runs(samples: Sequence[Sample]) -> list[list[RunPeriod]]:
-    """The runs of a recording: of each the periods, also those of what it was started again as."""
+    """Return the runs of a recording, each with its periods and those of its restarts."""
     groups: list[tuple[object, list[RunPeriod]]] = []
     for period in _periods(samples):
         info, rank = period.info, period.states[-1].rank

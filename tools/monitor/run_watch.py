@@ -84,7 +84,7 @@ class RunWatch:
 
 
 def _life(pid: int, *, with_launcher: bool) -> psutil.Process | None:
-    """The process, or the launcher that starts it again; None if it cannot be seen from here."""
+    """Return the process, or the launcher that starts it again; None if it is not visible."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         # The environment of somebody else's process is not told.

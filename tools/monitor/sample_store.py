@@ -98,7 +98,7 @@ class SampleStore:
 
 
 def _run(run: RunHistory, name: str) -> dict[str, Any]:
-    """A run for the page: what it told last, and what it was like lately."""
+    """Return a run for the page: its last state, and its late history."""
     state = run.state
     return {
         "name": name,

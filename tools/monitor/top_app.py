@@ -140,7 +140,7 @@ class TopApp(App[None]):
             self._draw()
 
     def on_resize(self) -> None:
-        """The terminal has another size, which is known when this has been handled."""
+        """Handle another size of the terminal, which is known once this has been handled."""
         self.call_after_refresh(self._draw)
 
     def _draw(self) -> None:

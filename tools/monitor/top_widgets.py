@@ -37,7 +37,7 @@ class Lines(ScrollView):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """The part of a line that can be seen."""
+        """Return the part of a line that can be seen."""
         return self._part(y + self.scroll_offset.y)
 
     def _part(self, place: int) -> Strip:
@@ -77,7 +77,7 @@ class Table(Lines):
         self.cursor = 0
 
     def render_line(self, y: int) -> Strip:
-        """The head, or the part of a line that can be seen."""
+        """Return the head, or the part of a line that can be seen."""
         place = y + self.scroll_offset.y if y else 0
         strip = self._part(place)
         is_chosen = place and place == self.cursor + 1
@@ -119,7 +119,7 @@ class Panel(ModalScreen[bool]):
         self._is_question = is_question
 
     def compose(self) -> ComposeResult:
-        """The text, and the buttons of a question."""
+        """Yield the text, and the buttons of a question."""
         with VerticalScroll(can_focus=not self._is_question):
             yield Static(self._text)
             if self._is_question:
@@ -129,7 +129,7 @@ class Panel(ModalScreen[bool]):
                 )
 
     def action_answer(self, is_yes: bool) -> None:
-        """A key was pressed."""
+        """Handle a key that was pressed."""
         self.dismiss(is_yes and self._is_question)
 
     @on(Button.Pressed)

@@ -16,7 +16,7 @@ def bytes_text(value: float | None) -> str:
 
 
 def bytes_of_text(value: float | None, whole: float | None) -> str:
-    """A part of so many bytes, for example ``61.2/80.0 GiB``."""
+    """Return a part of so many bytes, for example ``61.2/80.0 GiB``."""
     if value is None or not whole:
         return bytes_text(value)
     part, unit = _scaled_bytes(value, whole)
@@ -37,7 +37,7 @@ def rate_text(value: float | None) -> str:
 
 
 def count_text(value: float | None, space: str = "") -> str:
-    """A number, for example ``950``, ``12.3k``, ``1.2M``."""
+    """Return a number, for example ``950``, ``12.3k``, ``1.2M``."""
     if value is None:
         return NOT_AVAILABLE
     for factor, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -54,7 +54,7 @@ def watts_of_text(value: float | None, limit: float | None) -> str:
 
 
 def energy_text(joules: float | None) -> str:
-    """An energy, for example ``4.21 mJ``, ``3.60 MJ``."""
+    """Return an energy, for example ``4.21 mJ``, ``3.60 MJ``."""
     if joules is None:
         return NOT_AVAILABLE
     for factor, unit in ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")):
@@ -64,26 +64,26 @@ def energy_text(joules: float | None) -> str:
 
 
 def hertz_text(value: float | None) -> str:
-    """A clock, for example ``1.98 GHz``."""
+    """Return a clock, for example ``1.98 GHz``."""
     if value is None:
         return NOT_AVAILABLE
     return f"{value / 1e9:.2f} GHz" if value >= 1e9 else f"{value / 1e6:.0f} MHz"
 
 
 def hertz_of_text(value: float | None, highest: float | None) -> str:
-    """A clock and how high it may go, for example ``1.20/1.98 GHz``."""
+    """Return a clock and how high it may go, for example ``1.20/1.98 GHz``."""
     if value is None or not highest or (value >= 1e9) != (highest >= 1e9):
         return hertz_text(value)
     return f"{hertz_text(value).split()[0]}/{hertz_text(highest)}"
 
 
 def percent_text(ratio: float | None) -> str:
-    """A ratio, for example ``87 %``."""
+    """Return a ratio, for example ``87 %``."""
     return NOT_AVAILABLE if ratio is None else percent(ratio)
 
 
 def seconds_text(value: float | None) -> str:
-    """A duration, for example ``830 µs``, ``12.3 ms``, ``1.24 s``, ``14 s``, ``3 min 20 s``."""
+    """Return a duration, for example ``830 µs``, ``12.3 ms``, ``1.24 s``, ``3 min 20 s``."""
     if value is None:
         return NOT_AVAILABLE
     if value < 9.995:

@@ -91,7 +91,7 @@ class View:
         return [*lines, Text(f"{', '.join(told)}: press n", "dim")] if told else lines
 
     def alerts(self, width: int) -> list[Text]:
-        """All that there is to look at, in full."""
+        """Return all that there is to look at, in full."""
         texts = [_alert_text(one) for one in self._alerts]
         return [line for text in texts for line in folded(text.plain, width, str(text.style))]
 
@@ -129,7 +129,7 @@ class View:
         return lines
 
     def own_pids(self) -> set[int]:
-        """The processes of the runs that are watched."""
+        """Return the processes of the runs that are watched."""
         return {run.state.pid for run in self.history.runs}
 
     def _process_lines(self) -> list[Text]:

@@ -47,7 +47,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def replicas_named_by(error: BaseException, devices: Sequence[torch.device]) -> list[int]:
-    """The replicas on the accelerator that an allocator's exception names; none for the CPU."""
+    """Return the replicas on the accelerator that an exception names; none for the CPU."""
     # A later line may tell of another device: where the error was passed on.
     found = _DEVICE.search(str(error).split("\n", 1)[0])
     if found is None:

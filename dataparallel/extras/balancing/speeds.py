@@ -74,7 +74,7 @@ def fits(batch_size: int, limits: Sequence[int | None]) -> bool:
 def divide(
     batch_size: int, costs: Sequence[Cost] | None, limits: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """The chunk sizes with which the slowest replica is done soonest.
+    """Return the chunk sizes with which the slowest replica is done soonest.
 
     Each replica gets at least one sample. A batch with fewer samples than there are replicas goes
     to the first ones. A batch that is too large for the limits is divided in proportion to them.
@@ -105,7 +105,7 @@ def _done_within(seconds: float, costs: Sequence[Cost], most: Sequence[int]) -> 
 
 
 def _common_end(batch_size: int, costs: Sequence[Cost], most: Sequence[int]) -> float:
-    """The greatest time in which the replicas together take no more than the batch."""
+    """Return the greatest time in which the replicas together take no more than the batch."""
     low, high = 0.0, max(cost.seconds(batch_size) for cost in costs)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

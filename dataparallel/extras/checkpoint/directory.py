@@ -70,7 +70,7 @@ def file_of(directory: Path, number: int, rank: int) -> pathlib.Path:
 
 
 def numbers(directory: Path, *, finished: bool = False) -> list[int]:
-    """The numbers of all generations that have a folder, or of those with a manifest, rising."""
+    """Return the numbers of generations with a folder, or with a manifest, in rising order."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def _look(directory: Path, number: int) -> GenerationInfo:
 
 
 def read_manifest(directory: Path, number: int) -> dict[str, Any]:
-    """The manifest of a generation; a CheckpointError says how it is damaged."""
+    """Return the manifest of a generation; a CheckpointError says how it is damaged."""
     try:
         whole = json.loads((folder_of(directory, number) / MANIFEST).read_bytes())
         manifest: dict[str, Any] = whole["content"]
@@ -140,7 +140,7 @@ def check_size(path: pathlib.Path, file: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def opened(path: pathlib.Path, file: Mapping[str, Any]) -> Iterator[Any]:
-    """The tensors of a file that is as it was written; a CheckpointError says if it is not."""
+    """Open the tensors of a file that is as it was written; raise a CheckpointError if not."""
     try:
         if _sha256_of(path) != file["sha256"]:
             raise CheckpointError(f"{path.name} is damaged: its hash is another one")

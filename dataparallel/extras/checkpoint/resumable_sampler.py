@@ -84,7 +84,7 @@ class ResumableSampler(Sampler[list[int]]):
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches of this process, from the position on; for a ``DataLoader``."""
+        """Yield the batches of this process, from the position on; for a ``DataLoader``."""
         self._is_counted = False
         order = self._order()
         for start in range(self._taken, self.length, self.batch_size):
@@ -126,7 +126,7 @@ class ResumableSampler(Sampler[list[int]]):
         self.epoch, self._taken, self._is_counted = epoch, 0, True
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what the order depends on.
+        """Return the position, and what the order depends on.
 
         Raises:
             RuntimeError: Batches were taken that :meth:`over` did not count.

@@ -95,7 +95,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def group_of(group: dist.ProcessGroup | None, model: nn.Module | None) -> dist.ProcessGroup | None:
-    """The group that was passed, that of a model's wrapper, or all; None without any."""
+    """Return the group that was passed, that of a model's wrapper, or all; None without any."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     own = getattr(model, "process_group", None)

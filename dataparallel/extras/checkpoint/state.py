@@ -84,7 +84,7 @@ class Encoder:
         self._known: dict[Any, tuple[Any, Tensor]] = {}
 
     def encode(self, value: Any, path: str) -> Any:
-        """A value as JSON; a TypeError says where something is that cannot be saved."""
+        """Return a value as JSON; a TypeError says where something is that cannot be saved."""
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
@@ -160,7 +160,7 @@ def parts_of(
     states: Mapping[str, Any] | None,
     rng: bool,
 ) -> dict[str, Part]:
-    """The parts of a training, by name, in the order in which they are loaded."""
+    """Return the parts of a training, by name, in the order in which they are loaded."""
     parameters = [] if model is None else bare(model).named_parameters(remove_duplicate=False)
     names = {id(parameter): name for name, parameter in parameters}
     own = set[str]() if model is None else _left_to_each(model)
@@ -204,7 +204,7 @@ def _part(name: str, value: Any, names: Mapping[int, str], own: set[str]) -> Par
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """The module within a wrapper, so that a state has the names of the module itself."""
+    """Return the module within a wrapper, so that a state has the names of the module itself."""
     inner = torch_internals.original_module(module)
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         inner = module.module
@@ -244,7 +244,7 @@ class ModuleState:
         self._given = module
 
     def digest(self, world_size: int) -> str:
-        """A hash of what no wrapper keeps the same in so many processes."""
+        """Return a hash of the values that no wrapper keeps the same in so many processes."""
         kept = tuple(
             f"{name}." if name else ""
             for name, module in self._given.named_modules()
@@ -258,7 +258,7 @@ class ModuleState:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def save(self) -> dict[str, Any]:
-        """The state, and the versions of its modules."""
+        """Return the state, and the versions of its modules."""
         state = self._module.state_dict()
         versions = torch_internals.state_versions(state) or {}
         return {"state": dict(state), "versions": {k: dict(v) for k, v in versions.items()}}
@@ -292,7 +292,7 @@ class OptimizerState:
         self._class = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
 
     def save(self) -> dict[str, Any]:
-        """The state, and by number the name and the dtype of each parameter."""
+        """Return the state, and by number the name and the dtype of each parameter."""
         rest = self._optimizer.state_dict()
         # A load replaces what is in them.
         state = {number: copy.copy(entries) for number, entries in rest.pop("state").items()}
@@ -333,7 +333,7 @@ class OptimizerState:
                     loaded[key] = value.to(loaded[key].device)
 
     def _ordered(self, group: Any, here: Any, known: Mapping[int, Any]) -> dict[str, Any]:
-        """A saved group with its parameters in the order that they have here."""
+        """Return a saved group with its parameters in the order that they have here."""
         before = [known[number][0] for number in group["params"]]
         names: list[Any] = [self._names.get(id(parameter)) for parameter in here["params"]]
         if None in before or None in names or len({*before}) < len(before):
@@ -346,7 +346,7 @@ class OptimizerState:
         return {**group, **{key: [group[key][i] for i in places] for key in lists}}
 
     def remember(self) -> Callable[[], object]:
-        """The state of now: steps write tensors in place, but a load replaces them."""
+        """Return the state of now: steps write tensors in place, but a load replaces them."""
         saved = self.save()
         return lambda: self.load(saved, False)
 
@@ -364,7 +364,7 @@ SHARED = (ModuleState, OptimizerState)
 
 
 def _accelerators(module: nn.Module | None) -> list[torch.Generator]:
-    """The generators of the devices of a wrapper's replicas, or of a module's parameters."""
+    """Return the generators of the devices of a wrapper's replicas, or of a module's parameters."""
     ids: Any = getattr(module, "device_ids", None)
     if module is not None and not (ids and all(isinstance(each, torch.device) for each in ids)):
         ids = [p.device for p in module.parameters() if not p.is_meta]
@@ -373,7 +373,7 @@ def _accelerators(module: nn.Module | None) -> list[torch.Generator]:
 
 
 def _capture_random(accelerators: Sequence[torch.Generator]) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, as they are now."""
+    """Return the states of Python's, NumPy's and torch's generators, as they are now."""
     numpy: Any = sys.modules.get("numpy")
     return {
         "python": random.getstate(),

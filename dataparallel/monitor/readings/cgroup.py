@@ -22,7 +22,7 @@ class Memory(NamedTuple):
 
 
 def memory(root: Path = Path("/")) -> Memory:
-    """The memory that this process can use: that of the host, or of the tightest control group.
+    """Return the memory that this process can use: the host's, or the tightest control group's.
 
     Only a group counts whose limit is below the host's memory, as in a container.
     """
@@ -41,7 +41,7 @@ def memory(root: Path = Path("/")) -> Memory:
 
 
 def swap(root: Path = Path("/")) -> Memory:
-    """The swap space that this process can use, chosen as :func:`memory` does."""
+    """Return the swap space that this process can use, chosen as :func:`memory` does."""
     with needs_extra("monitor"):
         import psutil
 
@@ -64,13 +64,13 @@ class Quota(NamedTuple):
     folder: Path
 
     def used(self) -> float | None:
-        """The seconds that all its processes have computed so far; None if that is not told."""
+        """Return the seconds that all its processes have computed so far; None if unknown."""
         microseconds = _statistic(self.folder / "cpu.stat", "usage_usec")
         return None if microseconds is None else microseconds / 1e6
 
 
 def quota(root: Path = Path("/")) -> Quota | None:
-    """The tightest limit of processors' time for this process; None if there is none."""
+    """Return the tightest limit of processors' time for this process; None if there is none."""
     found: Quota | None = None
     for folder in _groups(root):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
@@ -83,7 +83,7 @@ def quota(root: Path = Path("/")) -> Quota | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The control groups of this process, from the outermost to its own."""
+    """Yield the control groups of this process, from the outermost to its own."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

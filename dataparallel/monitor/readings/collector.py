@@ -181,7 +181,7 @@ class _Statistics:
                 self._ranges.setdefault(name, _Range()).add(value)
 
     def take(self, tag: str) -> dict[str, float]:
-        """All that there is, which is then forgotten."""
+        """Return all that there is, which is then forgotten."""
         found = {f"{tag}/{name}/increase": value for name, value in self._grown.items()}
         for name, one in self._ranges.items():
             told = {"mean": one.total / one.number, "min": one.least, "max": one.most}

@@ -66,7 +66,7 @@ class CpuSource:
 
 
 def _temperature() -> float | None:
-    """The hottest part of the processors, in degrees Celsius."""
+    """Return the hottest part of the processors, in degrees Celsius."""
     try:
         # Linux and FreeBSD have it.
         sensors = psutil.sensors_temperatures()

@@ -28,7 +28,7 @@ class HostProcesses:
         self._told: dict[int, dict[str, Any] | None] = {}
 
     def describe(self, pid: int) -> dict[str, Any] | None:
-        """The fields of a :class:`ProcessReading` that the host tells; None if there is no such
+        """Return the host's fields of a :class:`ProcessReading`; None if there is no such
         process. Hidden values are left out, and the load is told from the second time on.
 
         Until :meth:`keep` it is read once, on however many devices the process is: the load counts

@@ -60,7 +60,7 @@ def devices() -> list[DeviceReading]:
 
 
 def processes() -> list[ProcessReading]:
-    """The processes on the devices of :func:`devices`: of NVIDIA's all, of the CPU this one.
+    """Return the processes on the devices of :func:`devices`: of NVIDIA's all, of the CPU this one.
 
     Example::
 

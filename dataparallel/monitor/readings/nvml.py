@@ -188,7 +188,7 @@ class NvmlSource:
                 slot.lose(str(error))
 
     def _read_slot(self, slot: Slot, names: Names) -> Iterator[_Read]:
-        """A device and its instances."""
+        """Yield a device and its instances."""
         device = names.by_key.get(slot.key, f"nvml:{slot.index}")
         try:
             yield from list(self._read_parts(slot, device, names))
@@ -261,7 +261,7 @@ class NvmlSource:
         return DeviceReading(device, name, self.name, slot.uuid, error=slot.error, index=index)
 
     def _nothing(self, error: NvmlUnavailable) -> SourceReading:
-        """The devices that there were, each with the reason why it cannot be read."""
+        """Return the devices that there were, each with the reason why it cannot be read."""
         names = self._names().by_key
         devices = tuple(
             self._lost(slot, names.get(slot.key, f"nvml:{slot.index}")) for slot in self._slots

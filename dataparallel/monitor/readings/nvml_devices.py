@@ -33,7 +33,7 @@ class WholeDevice:
         self._gpm = Gpm(query, handle)
 
     def values(self, now: float) -> dict[str, float]:
-        """The metrics that are available; none if the device answers nothing."""
+        """Return the metrics that are available; none if the device answers nothing."""
         return {
             **read_numbers(self._query, self.handle),
             **read_memory(self._query, self.handle),
@@ -64,7 +64,7 @@ class Instance:
         self._gpm = None if number is None else Gpm(query, parent, number)
 
     def values(self) -> dict[str, float]:
-        """The metrics that are available."""
+        """Return the metrics that are available."""
         memory = read_memory(self._query, self._handle)
         return memory if self._gpm is None else {**memory, **self._gpm.read()}
 

@@ -24,7 +24,7 @@ _SENTINELS = frozenset({0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 def number(value: float) -> float | None:
-    """A number of NVML's; None if it stands for "not available"."""
+    """Return a number of NVML's; None if it stands for "not available"."""
     return None if value in _SENTINELS or not math.isfinite(value) else value
 
 
@@ -75,7 +75,7 @@ class Query:
         self.errors.clear()
 
     def versions(self) -> dict[str, str]:
-        """Those of the driver, and of CUDA that it brings; what is not told is left out."""
+        """Return the versions of the driver and of its CUDA, as far as they are known."""
         if not self._versions:
             driver = self("nvmlSystemGetDriverVersion")
             # 12080 stands for 12.8.

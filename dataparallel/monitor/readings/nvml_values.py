@@ -50,7 +50,7 @@ def read_numbers(query: Query, handle: Any) -> dict[str, float]:
 
 
 def read_memory(query: Query, handle: Any) -> dict[str, float]:
-    """The memory of a device; as ``nvidia-smi``, without what the driver keeps for itself."""
+    """Return the memory of a device; as ``nvidia-smi``, without the driver's own."""
     memory = query(MEMORY, handle, version=_MEMORY_V2)
     if memory is None:
         return {}
@@ -145,7 +145,7 @@ class NumberedFields:
         self._time = 0.0
 
     def read(self, now: float) -> dict[str, float]:
-        """The values that are available."""
+        """Return the values that are available."""
         wanted = [(entry.number, entry.scope) for entry in _ENTRIES]
         found = self._query("nvmlDeviceGetFieldValues", self._handle, wanted)
         before, self._before = self._before, {}
@@ -218,7 +218,7 @@ class Gpm:
             self._samples = [sample for sample in samples if sample is not None]
 
     def read(self) -> dict[str, float]:
-        """The values since the last call; none at the first one, or where there are none."""
+        """Return the values since the last call; none at the first one, or where there are none."""
         if len(self._samples) < 2:
             return {}
         self._samples.reverse()

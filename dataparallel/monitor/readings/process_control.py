@@ -38,7 +38,7 @@ def end_process(pid: int, how: How, *, started: float | None) -> None:
 
 
 def may_end(pid: int, *, started: float | None) -> psutil.Process:
-    """The process, if :func:`end_process` would end it; it raises what that raises."""
+    """Return the process, if :func:`end_process` would end it; raise what that raises."""
     if pid <= 1 or pid == os.getpid():
         what = "this monitor itself" if pid > 1 else "what all others live by"
         raise PermissionError(f"process {pid} is {what}; it is not ended from here")
@@ -58,7 +58,7 @@ def may_end(pid: int, *, started: float | None) -> psutil.Process:
 
 
 def environment(pid: int, *, started: float | None) -> dict[str, str]:
-    """The environment with which a process was started; it raises what :func:`end_process` does."""
+    """Return the environment of a process at its start; raise what :func:`end_process` does."""
     try:
         return dict(_find(pid, started).environ())
     except psutil.AccessDenied:
@@ -81,7 +81,7 @@ def _find(pid: int, started: float | None) -> psutil.Process:
 
 
 def ancestors(processes: Iterable[ProcessReading], host: HostProcesses) -> list[ProcessReading]:
-    """The parents of processes, and their parents."""
+    """Return the parents of processes, and their parents."""
     found: dict[int, ProcessReading] = {}
     for process in processes:
         pid = process.parent

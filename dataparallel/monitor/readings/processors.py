@@ -34,7 +34,7 @@ class BusyShare:
         self._share: float | None = None
 
     def __call__(self) -> float | None:
-        """The share, from 0 to 1; None where nothing has been counted yet."""
+        """Return the share, from 0 to 1; None where nothing has been counted yet."""
         if self._clock() - self._since < SHORTEST_SPAN:
             return self._share
         busy, total = self._times()
@@ -62,7 +62,7 @@ def usable_processors(
     affinity: Collection[int] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Processors:
-    """The processors that this process, or the container in which it is, can use.
+    """Return the processors that this process, or the container in which it is, can use.
 
     Under a quota of time busy is what the container has computed; where only some processors may be
     used, busy is what is done on these, by whomever. ``root`` is where ``proc`` and ``sys`` are.
@@ -88,7 +88,7 @@ def usable_processors(
 
 
 def processor_times(chosen: Collection[int] | None = None) -> tuple[float, float]:
-    """The seconds so far that processors were busy, and that there were; of chosen ones or all."""
+    """Return the busy seconds so far and all seconds, of chosen processors or of all."""
     if chosen is None:
         return _busy_and_all(psutil.cpu_times())
     each = psutil.cpu_times(percpu=True)

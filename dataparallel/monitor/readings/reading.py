@@ -46,7 +46,7 @@ class DeviceReading:
         assert not unknown, unknown
 
     def value(self, metric: str) -> float | None:
-        """The value of a metric; None if it is not available."""
+        """Return the value of a metric; None if it is not available."""
         assert metric in BY_NAME, metric
         return self.values.get(metric)
 
@@ -138,12 +138,12 @@ class Sample:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The sample as what ``json`` writes; see :meth:`from_json`."""
+        """Return the sample as values for ``json``; see :meth:`from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Sample:
-        """The sample that :meth:`to_json` has described. Unknown metrics are left out."""
+        """Return the sample that :meth:`to_json` has described. Unknown metrics are left out."""
         try:
             return Sample(
                 time=float(data["time"]),

@@ -116,7 +116,7 @@ class Sampler:
         self._selection = selection
 
     def devices(self) -> list[DeviceReading]:
-        """All devices that there are."""
+        """Return all devices that there are."""
         return [device for source in self._sources for device in source.read().devices]
 
     def warm_up(self) -> None:

@@ -31,12 +31,12 @@ class Selection:
         self._only_visible = only_visible
 
     def devices(self, found: Sequence[DeviceReading]) -> list[DeviceReading]:
-        """Those that are wanted, in the same order."""
+        """Return the wanted devices, in the same order."""
         wanted = {one.device for one in found if self._wants(one)}
         return [one for one in found if one.device in wanted or one.parent in wanted]
 
     def sample(self, whole: Sample) -> Sample:
-        """The sample, of these devices."""
+        """Return the sample, of these devices."""
         if not self._only and not self._only_visible:
             return whole
         chosen = tuple(self.devices(whole.devices))

@@ -72,7 +72,7 @@ def named_by_run(devices: Sequence[str], uuids: Sequence[str | None]) -> dict[st
 
 
 def bare(uuid: str) -> str:
-    """An identity without its prefix."""
+    """Return an identity without its prefix."""
     return re.sub(r"^(GPU|MIG)-", "", uuid)
 
 
@@ -108,7 +108,7 @@ def _first_instance(device: Identity) -> str:
 
 
 def _by_number(text: str, devices: Sequence[Identity]) -> list[Identity]:
-    """The devices up to the first entry that is no number, or no device's."""
+    """Return the devices up to the first entry that is no number, or no device's."""
     numbers: list[int] = []
     for entry in text.split(","):
         # CUDA reads as far as there are digits: "1gpu" is 1.
@@ -123,7 +123,7 @@ def _by_number(text: str, devices: Sequence[Identity]) -> list[Identity]:
 
 
 def _by_identity(text: str, devices: Sequence[Identity]) -> list[str]:
-    """The devices whose identity begins like the entries, up to the first that fits not one."""
+    """Return the devices whose identity begins like the entries, up to the first misfit."""
     keys = [key for device in devices for key in (device.key, *device.instances)]
     found: list[str] = []
     for entry in text.split(","):
