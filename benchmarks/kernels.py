@@ -148,7 +148,7 @@ class Turn:
 
     Attributes:
         seconds: The median seconds of a call.
-        launch: Seconds of the host per call; None where the host itself computes.
+        launch: Seconds of the host per call; None if the host itself computes.
         hidden: True if the device was always still busy when a call was queued; None on the host.
     """
 
@@ -235,9 +235,9 @@ class Row:
         moved: Bytes that it must move.
         best: The name of the fastest alternative.
         alternatives: Seconds of all.
-        launch: Seconds of the host per call, of ours, the copy and the best; empty where the host
+        launch: Seconds of the host per call, of ours, the copy and the best; empty if the host
             itself computes.
-        hidden: True if none of these three times contains launches; None where the host itself
+        hidden: True if none of these three times contains launches; None if the host itself
             computes.
     """
 

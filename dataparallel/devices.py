@@ -50,7 +50,7 @@ def accelerators() -> tuple[torch.device, ...]:
 
 
 def parse_device(spec: DeviceLike) -> torch.device:
-    """Return the ``torch.device`` that is meant; a TypeError or a ValueError where there is none.
+    """Return the ``torch.device`` that is meant; a TypeError or a ValueError if there is none.
 
     Without an index it is the current device of its type; an int is the index of an accelerator.
     """
@@ -319,7 +319,7 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
     """Keep the memory of ``tensor`` until work queued so far on ``stream`` has used it.
 
-    Needed where a tensor is used on another stream than the one on which it was allocated.
+    Needed if a tensor is used on another stream than the one on which it was allocated.
     """
     if stream is None or tensor.device.type == "cpu":
         return

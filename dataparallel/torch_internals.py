@@ -100,7 +100,7 @@ uses_of_storage: Callable[[int], int] = _private("torch._C._storage_Use_Count")
 #: The address of a storage object's storage, which tells storages apart.
 address_of_storage: Callable[[Any], int] = operator.attrgetter("_cdata")
 
-#: Call a function when the backward that runs now has ended; not called where it fails.
+#: Call a function when the backward that runs now has ended; not called if it fails.
 when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.queue_callback")
 
 #: The tables of a module's hooks that its forward may add to. A clone has its own where they are
@@ -264,7 +264,7 @@ refuse_memory: Any = _private("torch._C._set_throw_on_mutable_data_ptr")
 no_torch_function: Any = _private("torch._C._disabled_torch_function_impl")
 #: Makes the view of another base that a tensor is of its own: fake tensors are made by it.
 replay_view: Callable[..., torch.Tensor] = _private("torch._C.TensorBase._view_func_unsafe")
-#: The tensor of which another one is a view; None where it is none.
+#: The tensor of which another one is a view; None if it is none.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 #: Parts of a sparse tensor that need not be coalesced, which the public methods insist on.
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = operator.methodcaller("_indices")
@@ -544,7 +544,7 @@ def rpc_transport(name: str) -> dict[str, Any]:
 
 # --- builds and backends ---------------------------------------------------------------------
 
-#: The name of the backend that came from outside; ``"privateuseone"`` where there is none.
+#: The name of the backend that came from outside; ``"privateuseone"`` if there is none.
 privateuse1_name: Callable[[], str] = _private("torch._C._get_privateuse1_backend_name")
 #: Makes a module the one of a type of device: ``torch.virtual``.
 register_device_module: Callable[[str, Any], None] = _private("torch._register_device_module")
@@ -618,7 +618,7 @@ def settings_of_calls_kept() -> AbstractContextManager[object]:
 def graphs_of_compiler() -> dict[str, Any]:
     """Return the CUDA graphs that compiled code has recorded for this thread, and their locks.
 
-    Empty where nothing can be recorded. Torch hands them on to the threads of its autograd engine
+    Empty if nothing can be recorded. Torch hands them on to the threads of its autograd engine
     alone, and compiled code fails in a thread that has none.
     """
     if "torch._inductor" not in sys.modules or not torch.cuda.is_available():
@@ -756,7 +756,7 @@ def _stand_in(*args: Any, _call: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def _replace(path: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have a function do what ``make`` makes of it; nothing where torch lacks it.
+    """Have a function do what ``make`` makes of it; nothing if torch lacks it.
 
     Others may have imported one of Python's by name: it stays the object that it is, and gets other
     code. One of C's, or with a closure, is looked up each time.
@@ -918,7 +918,7 @@ def watch_process_state(
 ) -> None:
     """Have state of the process changed by ``change(name, key, read, wanted, put)``.
 
-    ``read()`` gives a tuple, which equals ``wanted`` where ``put()`` will change nothing.
+    ``read()`` gives a tuple, which equals ``wanted`` if ``put()`` will change nothing.
     ``sdpa_kernel`` reads the values to set back within ``changing(name)``.
     """
     for state in _OF_PROCESS:

@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def default_devices() -> Sequence[torch.device | str]:
-    """Return this process's share of the accelerators, or two CPU replicas where there are none."""
+    """Return this process's share of the accelerators, or two CPU replicas if there are none."""
     number = len(dp.accelerators()) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     first = number * int(os.environ.get("LOCAL_RANK", 0))
     return dp.accelerators()[first : first + number] or ["cpu", "cpu"]

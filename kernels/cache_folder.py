@@ -46,7 +46,7 @@ def keeping_code(directory: Path) -> Iterator[None]:
 def close_to_others(directory: Path) -> None:
     """Make a folder for compiled code, or see that nobody else can write to the one that is there.
 
-    RuntimeError where it cannot be made, or somebody else can write to it: see Note [Trusted code].
+    RuntimeError if it cannot be made, or somebody else can write to it: see Note [Trusted code].
     """
     with keeping_code(directory):
         for folder in reversed((directory, *directory.parents)):
@@ -59,7 +59,7 @@ def close_to_others(directory: Path) -> None:
 def is_trusted(path: Path) -> bool:
     """True if a file of a closed folder was written by whom it may, and by nobody else since.
 
-    False, too, where there is no such file.
+    False, too, if there is no such file.
     """
     try:
         found = path.lstat()

@@ -118,7 +118,7 @@ class Plan:
             for place, stride in zip(places, strides, strict=True)
         ]
         served = [copy for copy in copies if copy is not None]
-        #: The launches that copy all tensors; None where the kernel does not serve one of them.
+        #: The launches that copy all tensors; None if the kernel does not serve one of them.
         self.launches: list[Launch] | None = None
         if len(served) == len(copies) and (self._is_uniform or self._is_mixed):
             rows = [

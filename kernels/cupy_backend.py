@@ -124,7 +124,7 @@ _looking = threading.Lock()
 
 
 def _cupy() -> Any:
-    """CuPy, or None where it cannot run kernels; the first time, that is logged."""
+    """CuPy, or None if it cannot run kernels; the first time, that is logged."""
     with _looking:
         return _look_for_cupy()
 

@@ -101,7 +101,7 @@ def mark_written(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element of a strided tensor as an integer; a view where that can be.
+    """Return the bits of each element of a strided tensor as an integer; a view if that can be.
 
     Those of a complex tensor have a last dimension of 2 more.
     """

@@ -72,9 +72,9 @@ class NativeExtension:
     first_unit: frozenset[str] = frozenset()
 
     def load(self) -> ModuleType:
-        """Load the extension, once per process; compile it first where that has not been done.
+        """Load the extension, once per process; compile it first if that has not been done.
 
-        RuntimeError where it has to be compiled and cannot be; the message names what is missing.
+        RuntimeError if it has to be compiled and cannot be; the message names what is missing.
         """
         with _loading:
             if self.name not in _loaded:
@@ -179,7 +179,7 @@ class NativeExtension:
         return directory
 
     def _write_units(self, directory: Path) -> list[Path]:
-        """Write the files that include the sources; one where the other would be empty."""
+        """Write the files that include the sources; one if the other would be empty."""
         stems = {source.stem for source in self.sources.glob("*.cpp")}
         first = self.first_unit or {*sorted(stems)[::2]}
         units: list[Path] = []

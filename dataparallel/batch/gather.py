@@ -187,7 +187,7 @@ class _Cell(NamedTuple):
     device: torch.device
     scalars: Scalars
     weights: Sequence[float]
-    #: Samples per replica; None where nobody knows.
+    #: Samples per replica; None if nobody knows.
     sizes: Sequence[int] | None
     notes: Notes | None
 

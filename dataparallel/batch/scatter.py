@@ -94,7 +94,7 @@ class ScatterPlan:
     structure: Structure
     leaves: Sequence[Leaf]
     by_action: Mapping[Action, Sequence[Leaf]]
-    #: Number of samples; None where no tensor is split.
+    #: Number of samples; None if no tensor is split.
     batch_size: int | None
     #: Number of samples per chunk, of which the first slots get one each.
     sizes: tuple[int, ...]

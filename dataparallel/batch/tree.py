@@ -220,7 +220,7 @@ class BatchType(NamedTuple):
     length: Callable[[Any], int] = len
     #: Those from one number up to another one.
     take: Callable[[Any, int, int], Any] = lambda batch, start, stop: batch[start:stop]
-    #: One of several; None where nobody has said how.
+    #: One of several; None if nobody has said how.
     join: Callable[[Sequence[Any]], Any] | None = None
     #: The object on a device; None for a container, and for what holds no tensors.
     to: Callable[[Any, torch.device], Any] | None = None

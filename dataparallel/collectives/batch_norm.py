@@ -287,7 +287,7 @@ def _forward_of_instance_norm(
 
 
 def _has_others(group: LocalGroup, label: str, replicas: int) -> bool:
-    """True if a layer of one of so many replicas has others to meet; refuses where it cannot."""
+    """True if a layer of one of so many replicas has others to meet; refuses if it cannot."""
     if replicas > 1 and current_replica() is None:
         raise RuntimeError(
             f"{label} is synchronized between replicas but was called outside of their forward, "

@@ -84,7 +84,7 @@ class Exchange:
     """The part of one process in a collective. See Note [Exchanges].
 
     Attributes:
-        primitive: The collective of torch's; "nothing" where all know that there are no elements.
+        primitive: The collective of torch's; "nothing" if all know that there are no elements.
         sent: The tensor that this process gives: contiguous, in memory of its own.
         options: The options of the primitive: the operation, the root, the number of processes that
             gather, or the rows to give to and to get from each.
@@ -114,7 +114,7 @@ class Exchange:
         if self.primitive == "broadcast":
             return dist.broadcast(arrived, None, group, async_op=True, group_src=self.options[0])
         if self.primitive == "all_gather":
-            # The newer name, for which the older one warns where there is one.
+            # The newer name, for which the older one warns if there is one.
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(arrived, sent, group, async_op=True)
         gives, gets = self.options
@@ -354,7 +354,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return a tensor as it travels where it is only moved: flat."""
+    """Return a tensor as it travels if it is only moved: flat."""
     flat = _plain(x).view(-1)
     return flat if x.dtype in _MOVED else flat.view(torch.uint8)
 

@@ -195,9 +195,9 @@ class Brought(NamedTuple):
     """The request and the tensor of a member, its stream, and its use of the result."""
 
     collective: Collective
-    #: Requires grad only where the member records gradients.
+    #: Requires grad only if the member records gradients.
     tensor: Tensor
-    #: None where there are none.
+    #: None if there are none.
     stream: Stream | None
     inference: bool
 
@@ -211,7 +211,7 @@ class Brought(NamedTuple):
 
     @staticmethod
     def recorded(result: Tensor) -> Tensor:
-        """Return a result as this thread gets it: a constant where it records nothing."""
+        """Return a result as this thread gets it: a constant if it records nothing."""
         return result if torch.is_grad_enabled() or not result.requires_grad else result.detach()
 
 
@@ -252,7 +252,7 @@ def check_input(name: str, tensor: object) -> None:
 
 
 def refuse_in_replica(name: str) -> None:
-    """Raise where a replica cannot meet the others. See Note [No collective in backward]."""
+    """Raise if a replica cannot meet the others. See Note [No collective in backward]."""
     if _has_checkpoint_frame() or _has_checkpoint_hooks():
         raise RuntimeError(
             f"{name} over replicas was called in a part of the module under activation "
@@ -265,7 +265,7 @@ def refuse_in_replica(name: str) -> None:
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise where somebody follows tensors, which cannot follow those of other members."""
+    """Raise if somebody follows tensors, which cannot follow those of other members."""
     if torch_internals.transforms_active() or torch_internals.tracing_state() is not None:
         raise RuntimeError(
             f"{name} over replicas was called under a torch.func transform or torch.jit.trace, "
@@ -594,7 +594,7 @@ class HybridCall(Call):
         return f"the backward of collective {self.number} ({self.collective.name})"
 
     def compute(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Over the link; through the host where its backend is only there."""
+        """Over the link; through the host if its backend is only there."""
         exchange = exchange_of(self.collective, inputs, self.layout)
         device, link = inputs[0].device, self.link
         sent = exchange.sent.to(device if device.type in link.backends else "cpu")

@@ -139,7 +139,7 @@ def checked_timeout(timeout: float | None) -> float:
 
 
 def _check(context: Context, what: str, value: Any) -> None:
-    """Raise where a tensor that requires grad goes to another worker and leaves the graph."""
+    """Raise if a tensor that requires grad goes to another worker and leaves the graph."""
     tensors = (
         each for each in torch_internals.tree_leaves(value) if isinstance(each, torch.Tensor)
     )

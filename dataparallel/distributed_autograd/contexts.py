@@ -156,7 +156,7 @@ class WorkerError(RuntimeError):
 
     Args:
         message: The error, with the traceback of the worker.
-        worker: The name of the worker. Default: "", where the error itself came by RPC, which
+        worker: The name of the worker. Default: "", if the error itself came by RPC, which
             carries the message alone.
 
     Attributes:
@@ -276,7 +276,7 @@ def _wait(endpoint: Endpoint, under_way: Pass, timeout: float, lost: dict[int, s
     asked = started = time.monotonic()
     while not under_way.wait(_SLICE):
         now = time.monotonic()
-        # This worker waits for the others, so it is to blame only where there are none.
+        # This worker waits for the others, so it is to blame only if there are none.
         others = [each for each in under_way.missing() if each != endpoint.worker.id()]
         if 0 < timeout < now - started:
             names = map(endpoint.name_of, others or [endpoint.worker.id()])
@@ -313,7 +313,7 @@ class _ContextHome(GradientHome):
         self.context_id = found.id()
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradient of each parameter, None where there is none."""
+        """Return the gradient of each parameter, None if there is none."""
         return [self._context.gradient(parameter) for parameter in parameters]
 
     def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:

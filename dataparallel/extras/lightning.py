@@ -1,6 +1,6 @@
 """A strategy for Lightning: the steps of a LightningModule run in replicas.
 
-It is for the package ``lightning``, or for ``pytorch_lightning`` where that alone is imported or
+It is for the package ``lightning``, or for ``pytorch_lightning`` if only that is imported or
 installed; for both in one program see :class:`ReplicasMixin`.
 """
 

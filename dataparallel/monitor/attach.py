@@ -203,7 +203,7 @@ def _folder() -> Path:
 
 
 def _check(folder: Path) -> None:
-    """OSError where a folder is not this user's alone, or is not there."""
+    """Raise an OSError if a folder is not this user's alone, or is not there."""
     found = folder.lstat()
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
     if not is_ours or found.st_mode & 0o077:

@@ -216,8 +216,8 @@ def _relative(values: Sequence[float], i: int) -> float | None:
 def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
     """Return the phases in which replicas go at their own speed.
 
-    The loss is one where the replicas compute it, and not where the first one does it for all. The
-    backward is none where autograd runs through all replicas at once, for then it begins and ends
+    The loss is one if the replicas compute it, and not if the first one does it for all. The
+    backward is none if autograd runs through all replicas at once, for then it begins and ends
     for all of them together.
     """
     if len(info.devices) == 1:

@@ -143,7 +143,7 @@ class ModuleSpans:
         if span.phase == "backward":
             self._had_backward = True
         elif span.phase == "optimizer":
-            # It is open still where Ctrl-C has ended it.
+            # It is still open if Ctrl-C has ended it.
             self._open = None
             if not self._is_settled:
                 self._settle()
@@ -266,6 +266,6 @@ def _has_any(module: nn.Module, members: set[int] | None) -> bool:
 
 
 def _num_samples(args: Any, kwargs: Mapping[str, Any]) -> int:
-    """Return the first size of the first tensor; 1 where there is none."""
+    """Return the first size of the first tensor; 1 if there is none."""
     tensors = (one for one in flatten((args, kwargs))[0] if isinstance(one, torch.Tensor))
     return next((len(one) for one in tensors if one.dim()), 1)

@@ -36,11 +36,11 @@ class RunInfo:
             ``"fully_shard"`` or ``"torch.compile"`` of torch's; ``"module"`` if in nothing,
             ``"optimizer"`` if the monitor got one.
         devices: The device of each replica.
-        uuids: The identity of each of them; None where it has none.
+        uuids: The identity of each of them; None if it has none.
         world_size: How many processes there are.
         local_world_size: How many of them are on this machine.
         num_parameters: Number of elements of all parameters.
-        num_buckets: How many buckets gradients are reduced in; 0 where there are none.
+        num_buckets: How many buckets gradients are reduced in; 0 if there are none.
         bucket_bytes: Size of the largest bucket.
         num_threads: With how many threads torch computes an operator on the CPU.
         num_cpus: How many processors its processes on this machine may use; a quota may be a part

@@ -59,24 +59,24 @@ class Summary:
 
     Attributes:
         num_steps: How many steps it is about.
-        kind: The kind of the steps; ``"all"`` where evaluations may be among training steps.
+        kind: The kind of the steps; ``"all"`` if evaluations may be among training steps.
         num_left_out: Steps of the other kind, and those with which the run began, which warm up.
         num_not_advised: How many of them the straggler and the findings leave out: those that take
             more than 5 times the median.
         step_seconds: How long one takes on average.
-        times: Percentiles; None where the times of single steps are unknown, or there is one step.
+        times: Percentiles; None if the times of single steps are unknown, or there is one step.
         steps_per_second: The steps per second of this process.
         samples_per_second: Likewise.
         replicas: The phases and the speed of each replica.
         imbalance: Computing time of the slowest replica over the mean, on average over the steps,
-            or in their sum where single steps are unknown; None for one replica.
+            or in their sum if single steps are unknown; None for one replica.
         straggler: The replica that holds up the others; None if none does.
         exposed_communication: Share of the step in which data moves between devices or processes
-            and no computing hides it; None where that is a part of other phases, as with torch's
+            and no computing hides it; None if that is a part of other phases, as with torch's
             wrappers in several processes.
         findings: The changes to make, the largest gain first; at least one, see
             :class:`~dataparallel.monitor.findings.Finding`.
-        monitor_share: The share of a processor that watching took; None where that is unknown.
+        monitor_share: The share of a processor that watching took; None if that is unknown.
     """
 
     num_steps: int
@@ -241,7 +241,7 @@ def summarize(
     slowed: Mapping[str, str] | None = None,
     state: RunState | None = None,
 ) -> Summary:
-    """Sum up steps, in any parts; where there are training steps, those.
+    """Sum up steps, in any parts; only training steps, if there are any.
 
     ``slowed`` tells, by the name of a device, why it is slowed down, in words; ``state`` of the run
     tells of memory, and what watching took.

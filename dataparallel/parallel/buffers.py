@@ -268,7 +268,7 @@ def has_sync_batch_norm(module: nn.Module) -> bool:
 
 
 def runs_by_itself(module: nn.Module) -> bool:
-    """True if a module needs no clone where there is one replica and nothing to reduce.
+    """True if a module needs no clone if there is one replica and nothing to reduce.
 
     With a process group torch's own synchronized batch norm refuses the CPU.
     """

@@ -250,7 +250,7 @@ class Case:
         return found
 
     def _total(self, output: Any, targets: Any, found: Results, like: Results | None) -> Any:
-        """Return the number whose gradients are compared; None where nothing requires grad."""
+        """Return the number whose gradients are compared; None if nothing requires grad."""
         leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
         if self.loss is not None:
             loss = copy.deepcopy(self.loss) if isinstance(self.loss, nn.Module) else self.loss
@@ -299,7 +299,7 @@ def _with_losses(total: Any, module: nn.Module, found: Results, like: Results | 
     for name in found.losses:
         if name not in scalars:
             raise Incomparable(f"not compared, since {name} has another shape")
-        # None where nothing else requires grad.
+        # None if nothing else requires grad.
         total = graphs[name] if total is None else total + graphs[name].to(total.device)
     return total
 

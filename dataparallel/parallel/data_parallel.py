@@ -449,7 +449,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 return getattr(self.__dict__["options"], name)
             module = self.__dict__.get("_modules", {}).get("module")
             for owner in (self, module):
-                # Torch says that there is no such attribute where a property has failed.
+                # Torch says that there is no such attribute if a property has failed.
                 found = inspect.getattr_static(type(owner), name, None)
                 if isinstance(found, property):
                     return found.__get__(owner)

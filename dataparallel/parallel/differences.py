@@ -127,7 +127,7 @@ class Difference:
         text: The difference, in words.
         absolute: The largest difference of two elements; infinite for a value of another kind.
         relative: The same, over the largest element of what it should be.
-        index: The first element that differs; None where there is none.
+        index: The first element that differs; None if there is none.
         why: The cause in words.
         remedy: The remedy.
         ranks: The processes in which it differs; none without a process group.
@@ -168,7 +168,7 @@ class Difference:
 
 
 def in_order(differences: Iterable[Difference]) -> list[Difference]:
-    """Sort differences by cause, and by part where the cause is the same."""
+    """Sort differences by cause, and by part if the cause is the same."""
     kinds, parts = list(CAUSES), list(_NAMED)
     return sorted(differences, key=lambda one: (kinds.index(one.kind), parts.index(one.part)))
 

@@ -86,7 +86,7 @@ class Training:
     """The reducer, links and clones of one module, as it is now; made without communication.
 
     Attributes:
-        processes: The links; None where there is no other process and no hook.
+        processes: The links; None if there is no other process and no hook.
         direct: True if the module itself runs: there is nothing to reduce.
         recorder: The recorder of the replicas in graphs, if there is one.
     """
@@ -235,7 +235,7 @@ class Training:
     # --- the processes ---------------------------------------------------------------------------
 
     def read_vote(self, *, needs_others: bool) -> None:
-        """Read the vote on the last round; raises where another process has failed since."""
+        """Read the vote on the last round; raise if another process has failed since."""
         try:
             self.reducer.read_vote()
         except (CollectiveError, CollectiveTimeout) as error:
@@ -760,7 +760,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     # --- the vote --------------------------------------------------------------------------------
 
     def _read_vote(self) -> None:
-        """Raise where another process has failed in the last round; see Note [The vote]."""
+        """Raise if another process has failed in the last round; see Note [The vote]."""
         if self._made is not None:
             self._made.read_vote(needs_others=False)
 
@@ -962,7 +962,7 @@ def _default_devices(
 
 
 def _check_alone(options: Options) -> None:
-    """Refuse to train without a process group where there are several processes."""
+    """Refuse to train without a process group if there are several processes."""
     if options.separate or options.process_group is not None:
         return
     launched = os.environ.get("WORLD_SIZE", "")

@@ -29,9 +29,9 @@ Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]
 class Part(NamedTuple):
     """The contribution of one replica to the loss of the batch."""
 
-    #: 0-d; the losses themselves where they are not reduced.
+    #: 0-d; the losses themselves if they are not reduced.
     numerator: Tensor
-    #: None where the losses are not reduced.
+    #: None if the losses are not reduced.
     denominator: Tensor | float | None
     #: The dtype of the loss, which may be narrower than the sum; None for a chunk without weight.
     dtype: torch.dtype | None

@@ -241,7 +241,7 @@ def _run(
 ) -> Any:
     """Run the part of a forward that is repeated if a replica has too little memory."""
     runner, loss, training = model._runner, call.loss, call.training
-    # Nobody is told of phases where nobody listens.
+    # Without listeners nobody has to hear of phases.
     timeline = model.timeline if model.timeline.listeners else None
     if training is None:
         direct = len(runner.devices) == 1 and runs_by_itself(model.module)
@@ -332,7 +332,7 @@ def _run_replicas(
 
 
 def _criteria(runner: Runner, loss: Loss, count: int) -> Sequence[Any]:
-    """Return the criterion of each replica; a clone where it is a module."""
+    """Return the criterion of each replica; a clone if it is a module."""
     if loss.module is None or count == 1:
         return [loss.criterion] * count
     return runner.lend(loss.module, count)

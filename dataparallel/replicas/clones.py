@@ -213,7 +213,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Move a module to its first device: from the CPU, and where it is the only one from anywhere.
+    """Move a module to its first device: from the CPU, and, if it is the only one, from anywhere.
 
     Parameters stay the objects that they are, so an optimizer made before goes on with them. A
     tensor on another accelerator is left there, for :func:`check_placement` to refuse.
@@ -276,7 +276,7 @@ class Result(NamedTuple):
 
     #: The path of the attribute, such as ``layers.0.loss``.
     path: str
-    #: Those of the replicas; that of replica 0 alone where others have left something else.
+    #: Those of the replicas; that of replica 0 alone if others have left something else.
     tensors: Sequence[torch.Tensor]
 
 
@@ -732,7 +732,7 @@ def _is_comparable(buffer: torch.Tensor) -> bool:
 
 
 def _differ(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if tensors have different values, where that can be told."""
+    """True if tensors have different values, as far as that can be told."""
     first, *others = (tensor.detach() for tensor in tensors)
     if not all(map(_is_comparable, tensors)) or is_capturing(first.device):
         return False

@@ -148,7 +148,7 @@ class _Place:
 
 
 class Values:
-    """A changing list of tensors on fixed device slots, copied again only where one has changed.
+    """A changing list of tensors on fixed device slots, copied again only if one has changed.
 
     Args:
         devices: One device per slot.
@@ -174,7 +174,7 @@ class Values:
         self._given = states
         self._originals: list[torch.Tensor] = []
         self._states = States([])
-        # Per slot its copies, None where it uses the originals.
+        # Per slot its copies, None if it uses the originals.
         self._places: list[_Place | None] = [None] * len(devices)
         self._used: list[_Place] = []
         # Those of the last update, and the originals then: versions, and steps of optimizers.
@@ -315,7 +315,7 @@ class Values:
         return False
 
     def _read_answer(self) -> None:
-        """Forget the copies where an earlier comparison says that an original was written."""
+        """Forget the copies if an earlier comparison says that an original was written."""
         if self._answer is None or not self._answer[1].query():
             return
         (differs, _), self._answer = self._answer, None
@@ -435,7 +435,7 @@ class States:
         )
 
     def now(self) -> list[Any]:
-        """Return the entries of now; the same list where nothing has changed."""
+        """Return the entries of now; the same list if nothing has changed."""
         tensors = self._tensors
         try:
             # One object at a time: hundreds that live side by side would call the collector.

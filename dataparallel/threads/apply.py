@@ -104,7 +104,7 @@ class Pace:
 
     If a module calls many small operators, the threads of its replicas mostly wait for the
     interpreter's lock, and hand it over at each operator. In turn they keep it. Backward needs the
-    lock where code is compiled, or functions are written in Python. Nobody sees that in a module,
+    lock if code is compiled, or functions are written in Python. Nobody sees that in a module,
     so the pace times some calls either way, and keeps the faster way.
     """
 
@@ -129,7 +129,7 @@ class Pace:
         trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
         self._seconds[in_turn].append(seconds)
         at_once, one_by_one = self._seconds
-        # Twice either way says enough where the devices are busy, and turns cost most.
+        # Twice either way says enough if the devices are busy, and turns cost most.
         is_clear = trial == 3 and all(self._seconds) and min(one_by_one) > max(at_once)
         if is_clear or seconds > _LONG:
             self._num_calls += 2 * _NUM_TRIED - trial

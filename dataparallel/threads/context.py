@@ -68,7 +68,7 @@ _PROCESS = os.getpid()
 # OpenMP's omp_pause_soft.
 _SOFT = 1
 
-# False where denormals are flushed: the number is below the smallest normal one.
+# False if denormals are flushed: the number is below the smallest normal one.
 _keeps_denormals = functools.partial(operator.gt, 5e-324, 0.0)
 _SETTINGS: tuple[_Setting, ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),

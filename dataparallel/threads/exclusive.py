@@ -260,7 +260,7 @@ class ExclusiveLock:
         return thread in self._running or (self._owner is thread and self._stopped is not None)
 
     def refuse(self, what: str) -> None:
-        """RuntimeError where this thread holds the lock, so that nobody can come to it."""
+        """Raise a RuntimeError if this thread holds the lock, so that nobody can come to it."""
         if self.depth():
             raise RuntimeError(
                 f"{what} needs the other replicas, but this one has changed {self._reason}, which "

@@ -15,7 +15,7 @@ device are seeded anew from that seed and the index of the replica.
 Note [A dispatch key for random operations]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A ``TorchDispatchMode`` that puts in a generator would slow down *every* operation. A dispatch key,
-switched on in replica threads, costs nothing where it falls through. Only operations whose schema
+switched on in replica threads, costs nothing if it falls through. Only operations whose schema
 has a ``Generator?`` have a kernel there; others (``rand``, ``dropout``) call one of them. Fused
 operations of accelerators take no generator, and get a kernel where replicas share a device. The
 key is one that torch has for its tests. It ranks above autograd, so that autograd and checkpointing

@@ -69,7 +69,7 @@ class Span:
         begin: When it began, in nanoseconds of ``time.perf_counter_ns``.
         end: When it ended; 0 before that.
         failed: True if an exception ended it.
-        begin_events: Per replica an event on its device, None for the CPU; empty where all replicas
+        begin_events: Per replica an event on its device, None for the CPU; empty if all replicas
             are on the CPU.
         end_events: Likewise.
     """
@@ -196,7 +196,7 @@ class Timeline:
         self._backward = task
         span = self.span("backward")
         span.__enter__()
-        # Not called where the backward fails: then there is no span either. The work that torch's
+        # Not called if the backward fails: then there is no span either. The work that torch's
         # DDP waits for at the end is queued later than this, so it queues itself once more.
         end = functools.partial(span.__exit__, None, None, None)
         later = torch_internals.when_backward_ends
@@ -222,7 +222,7 @@ class Timeline:
 
 
 def mark_backward(timeline: Timeline, outputs: Iterable[object]) -> None:
-    """Tell a timeline of the backward of what a forward returned, where no cut does."""
+    """Tell a timeline of the backward of what a forward returned, if no cut does."""
     for leaf in outputs:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             leaf.grad_fn.register_prehook(timeline.begin_backward)

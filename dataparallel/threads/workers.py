@@ -187,7 +187,7 @@ class Workers:
 
 
 class WorkerPools:
-    """The idle pools of one owner; each call borrows one, or makes one where all are busy."""
+    """The idle pools of one owner; each call borrows one, or makes one if all are busy."""
 
     def __init__(self) -> None:
         self._idle: list[Workers] = []

@@ -46,7 +46,7 @@ class BackgroundSampler:
 
     @property
     def has_ended(self) -> bool:
-        """True if no more samples come; RuntimeError where sampling has failed."""
+        """True if no more samples come; RuntimeError if sampling has failed."""
         has_ended = not self._thread.is_alive()
         self._check()
         return has_ended

@@ -73,7 +73,7 @@ def sparkline(values: Sequence[float | None], width: int, color: str) -> Text:
 
 
 def phase_block(phase: Phase, width: int) -> Text:
-    """Some cells of one phase: its color, and where there are no colors its letter."""
+    """Some cells of one phase: its color, or, without colors, its letter."""
     style = PHASE_STYLES[phase]
     return Text.assemble((style.letter * width, f"{style.color} on {style.color}"))
 

@@ -200,7 +200,7 @@ def replicas_on(device: str, uuid: str | None, info: RunInfo) -> list[int]:
 
 
 def users_of(device: DeviceReading, runs: Sequence[RunHistory]) -> str:
-    """Return the replicas on a device, in words; with their ranks where there are several runs."""
+    """Return the replicas on a device, in words; with their ranks if there are several runs."""
     found: dict[str, None] = {}
     for run in runs:
         own = replicas_on(device.device, device.uuid, run.state.info)

@@ -17,7 +17,7 @@ from dataparallel.threads.timeline import Phase
 class PhaseStyle(NamedTuple):
     """The look of one phase; colors are ``#rrggbb``."""
 
-    #: Stands for it where there are no colors.
+    #: Stands for it without colors.
     letter: str
     color: str
     #: Color of writing on it.

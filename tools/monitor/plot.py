@@ -61,7 +61,7 @@ class _Metric(NamedTuple):
 
     title: str
     name: str
-    #: The metric that tells how much there can be; 1 where there is none.
+    #: The metric that tells how much there can be; 1 if there is none.
     limit: str | None
     text: Callable[[float], str]
 
@@ -309,7 +309,7 @@ def _name(axes: Axes, name: str) -> None:
 def curve(
     axis: Sequence[float], values: Sequence[float | None], gaps: frozenset[int] = frozenset()
 ) -> tuple[list[float], list[float]]:
-    """Return a line of at most so many means, with NaN where nothing is known, and in each gap."""
+    """Return a line of at most so many means, with NaN if nothing is known, and in each gap."""
     size = max(1, -(-len(axis) // MAX_POINTS))
     edges = sorted({*range(0, len(axis), size), *gaps})
     x, y = [], []

@@ -23,7 +23,7 @@ from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary, duration
 from dataparallel.threads.timeline import PHASES, Phase
 
-#: A slow rank is told where a step would become so much shorter without that.
+#: A slow rank is told if a step would become so much shorter without that.
 _WORTHWHILE = 0.05
 _WAITING: Phase = "reduce across processes"
 

@@ -123,7 +123,7 @@ def _devices(report: Report) -> Table:
 
 
 def _device_names(report: Report) -> list[str]:
-    """With their machines, where there are several."""
+    """Return the names, with their machines if there are several."""
     several = len({one.host for one in report.devices}) > 1
     return [f"{one.host} {one.device}" if several else one.device for one in report.devices]
 

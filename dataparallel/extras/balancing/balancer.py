@@ -4,7 +4,7 @@ Note [Balancing is exact]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Outputs are put together in the order of the samples, losses are weighted by their denominators, and
 gradients are sums over samples. So the division of a batch changes nothing but rounding. Two things
-do depend on it: the statistics of batch norm where each replica takes its own, and which random
+do depend on it: the statistics of batch norm if each replica takes its own, and which random
 numbers meet which sample.
 """
 
@@ -57,7 +57,7 @@ def balance(
 ) -> Balancer:
     """Let a wrapper divide its batches by the measured speed and memory of its replicas.
 
-    Use it where one device is slower than the others, throttled, or shared with another program.
+    Use it if one device is slower than the others, throttled, or shared with another program.
     Gradients stay those of the bare module. A replica that runs out of memory hands a part of its
     chunk to the others, and training goes on. See Note [Balancing is exact], Note [When chunks
     change] and Note [Too little memory].

@@ -66,7 +66,7 @@ def slowest(costs: Sequence[Cost], sizes: Sequence[int]) -> float:
 
 
 def fits(batch_size: int, limits: Sequence[int | None]) -> bool:
-    """True if the replicas together may take a batch; a limit is None where none is known."""
+    """True if the replicas together may take a batch; a limit is None if none is known."""
     known = [limit for limit in limits if limit is not None]
     return len(known) < len(limits) or sum(known) >= batch_size
 
@@ -78,7 +78,7 @@ def divide(
 
     Each replica gets at least one sample. A batch with fewer samples than there are replicas goes
     to the first ones. A batch that is too large for the limits is divided in proportion to them.
-    Without costs it is divided as ``torch.chunk`` does where limits allow it.
+    Without costs it is divided as ``torch.chunk`` does if limits allow it.
     """
     count = len(limits)
     even = chunk_lengths(batch_size, count)
@@ -154,7 +154,7 @@ def measure(record: StepRecord) -> Measurement | None:
 
 
 def _own_seconds(replica: ReplicaStep) -> float:
-    """Forward, and the criterion where it follows without the outputs being gathered first."""
+    """Forward, and the criterion if it follows without the outputs being gathered first."""
     total = 0.0
     before = None
     for segment in replica.segments:

@@ -44,7 +44,7 @@ class Peers:
     def share(self, what: str, compute: Callable[[], T], *, fresh: bool = False) -> list[T]:
         """Return the results of all processes as JSON, by rank, or raise the error of one of them.
 
-        With ``fresh`` it is the first exchange of a series: where another process has closed the
+        With ``fresh`` it is the first exchange of a series: if another process has closed the
         link since the last one, both make a new one, and try once more.
         """
         if self.world_size == 1:
@@ -248,7 +248,7 @@ class _Saver:
             return saving
 
     def _on_host(self, tensors: Mapping[str, Tensor], asynchronous: bool) -> dict[str, Tensor]:
-        """Tensors in host memory; copies where the training goes on, in the same memory again."""
+        """Tensors in host memory; copies if the training goes on, in the same memory again."""
         if not asynchronous:
             return {name: tensor.cpu() for name, tensor in tensors.items()}
         host = {}

@@ -107,7 +107,7 @@ class Collector:
         Returns:
             Under names such as ``train/cuda:0/memory_used_bytes/max`` the mean, the minimum and the
             maximum of each metric of each device, and of what only grows, such as energy and
-            errors, the ``increase``. Nothing where nothing was read since.
+            errors, the ``increase``. Nothing if nothing was read since.
 
         Raises:
             ValueError: There was no such tag.

@@ -3,7 +3,7 @@
 Every question goes through one function, :class:`~.nvml_query.Query`, which tells three sorts of
 failures apart. A value that is not available is left out of the reading. It may not be supported or
 permitted, the driver may not have the function, or a value may stand for "none". A device that is
-lost keeps its place, with the reason. And where nothing can be read at all, each device has that as
+lost keeps its place, with the reason. And if nothing can be read at all, each device has that as
 its reason. While something is wrong, NVML is opened anew every half minute, and all devices are
 looked for: some driver versions find a device only then. NVML creates no context of CUDA and needs
 no memory of a device.
@@ -88,7 +88,7 @@ class NvmlSource:
         self._failure: NvmlUnavailable | None = None
 
     def attach(self, infos: Sequence[RunInfo]) -> None:
-        """Name the devices as runs do, where no two of them call different devices the same."""
+        """Name the devices as runs do, if no two of them call different devices the same."""
         named: dict[str, str] = {}
         for info in infos:
             named |= named_by_run(info.devices, info.uuids)

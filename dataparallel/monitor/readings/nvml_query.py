@@ -50,7 +50,7 @@ class Query:
         self._versions: dict[str, str] = {}
 
     def open(self) -> None:
-        """Initialize the library; NvmlUnavailable where package, library or driver do not work."""
+        """Initialize the library; raise NvmlUnavailable if package, library or driver fail."""
         module = _pynvml()
         try:
             module.nvmlInit()
@@ -91,7 +91,7 @@ class Query:
             DeviceLost: The device does not answer any more.
             NvmlUnavailable: Somebody else has shut the library down.
         """
-        # None where nvidia-ml-py is older than the function.
+        # None if nvidia-ml-py is older than the function.
         call = getattr(self.module, function, None)
         code = FUNCTION_NOT_FOUND
         if call is not None:

@@ -64,7 +64,7 @@ _HARDWARE = 0x8
 #: An idle device (0x1) or one with clocks set by a user (0x2) is not slowed down.
 _NO_SLOWDOWN = 0x3
 
-#: Bit: why. The generic reason of the hardware is told only where no special one is.
+#: Bit: why. The generic reason of the hardware is told only if no special one is.
 _REASONS: dict[int, str] = {
     0x4: "power limit",
     _HARDWARE: "hardware slow-down by heat or power supply",
@@ -168,7 +168,7 @@ class NumberedFields:
     def _growth(
         self, entry: _Entry, value: float, before: float | None, now: float
     ) -> float | None:
-        """Per second; None the first time, and where the counter or the time has gone back."""
+        """Per second; None the first time, and if the counter or the time has gone back."""
         if before is None or value < before or now <= self._time:
             return None
         return (value - before) * entry.scale / (now - self._time)
@@ -218,7 +218,7 @@ class Gpm:
             self._samples = [sample for sample in samples if sample is not None]
 
     def read(self) -> dict[str, float]:
-        """Return the values since the last call; none at the first one, or where there are none."""
+        """Return the values since the last call; none at the first one, or if there are none."""
         if len(self._samples) < 2:
             return {}
         self._samples.reverse()

@@ -34,7 +34,7 @@ class BusyShare:
         self._share: float | None = None
 
     def __call__(self) -> float | None:
-        """Return the share, from 0 to 1; None where nothing has been counted yet."""
+        """Return the share, from 0 to 1; None if nothing has been counted yet."""
         if self._clock() - self._since < SHORTEST_SPAN:
             return self._share
         busy, total = self._times()

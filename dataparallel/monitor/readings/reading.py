@@ -18,10 +18,10 @@ class DeviceReading:
 
     Attributes:
         device: The name under which torch knows it (``"cuda:0"``, ``"virtual:1"``, ``"cpu"``), or
-            ``"nvml:3"`` where torch does not see it.
+            ``"nvml:3"`` if torch does not see it.
         name: The vendor's name for it.
         source: The source that has read it: ``"nvml"``, ``"cpu"``, ``"virtual"``.
-        uuid: Its identity; None where it has none.
+        uuid: Its identity; None if it has none.
         values: Metric by name, see :mod:`dataparallel.monitor.readings.metrics`; what is left out,
             or None, is not available.
         throttle: The reasons why it is slowed down, in words; empty if it is not.
@@ -98,7 +98,7 @@ class HostReading:
         load: How many processes ran or waited for a processor or a disk, on average over 1, 5 and
             15 minutes: of the whole host, also in a container. None if it is not available.
         swap_used: Bytes; likewise.
-        swap_total: Bytes; 0 where there is none.
+        swap_total: Bytes; 0 if there is none.
     """
 
     utilization: float | None

@@ -111,7 +111,7 @@ class Sampler:
         return self._selection.sample(whole)
 
     def choose(self, selection: Selection) -> None:
-        """From now on, tell of these devices only; ValueError where one of them does not exist."""
+        """Tell only of these devices from now on; raise a ValueError if one does not exist."""
         selection.check(self.devices())
         self._selection = selection
 

@@ -21,7 +21,7 @@ _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 class Identity:
     """The identity of a device, which tells it from others."""
 
-    #: Its UUID, or another name where that cannot be read.
+    #: Its UUID, or another name if that cannot be read.
     key: str
     #: Its kind.
     name: str
