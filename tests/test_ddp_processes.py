@@ -193,8 +193,7 @@ def _train(rank: int, world_size: int, replicas: Sequence[int], options: dict[st
     ("replicas", "options"),
     [
         ([1, 1], {"gradient_as_bucket_view": True}),
-        ([2, 2], {}),
-        ([1, 2, 3], {"gradient_as_bucket_view": True}),
+        ([1, 2, 3], {}),
         ([1, 2], {"average": "samples", "gradient_as_bucket_view": True}),
         ([1, 2], {"average": "none", "gradient_as_bucket_view": True}),
     ],
@@ -362,8 +361,7 @@ def _fails(rank: int, world_size: int, number: int, view: bool) -> float:
     return longest
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
-@pytest.mark.parametrize("number", range(len(FAILURES)), ids=lambda n: FAILURES[n].__name__)
+@pytest.mark.parametrize(("number", "view"), [(0, False), (0, True), (1, False), (2, True)])
 def test_all_ranks_learn_of_a_failure_and_go_on(cluster: Cluster, number: int, view: bool) -> None:
     # The time limit of the wrapper is 20 s.
     assert max(cluster.run(_fails, 3, number, view)) < 10

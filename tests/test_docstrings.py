@@ -257,7 +257,9 @@ def run_on_a_worker(code: str, names: dict[str, Any], where: str) -> None:
     names |= {name: torch.ones(3) for name in ("x", "x0", "x1")}
     names["w"] = torch.ones(3, requires_grad=True)
     with tempfile.TemporaryDirectory() as folder:
-        options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+        options = torch_rpc.TensorPipeRpcBackendOptions(
+            init_method=f"file://{folder}/store", _transports=["uv"]
+        )
         with warnings.catch_warnings():
             # init_rpc itself causes this warning.
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

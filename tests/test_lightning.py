@@ -86,22 +86,14 @@ def trainer(folder: pathlib.Path, **options: Any) -> Any:
     return lightning.Trainer(**fixed | options)
 
 
-SLOTS = pytest.mark.parametrize(
-    "slots",
-    [["cpu"] * 2, ["cpu"] * 3, ["virtual:0", "virtual:1"]],
-    ids=["2 on the CPU", "3 on the CPU", "virtual devices"],
-)
-
-
-@SLOTS
 @pytest.mark.parametrize(
-    ("data", "weight"),
+    ("data", "weight", "slots"),
     [
-        (loader, None),
-        (loader, "samples"),
-        (lambda: loader(5), None),
-        (lambda: loader(5), lambda batch: (batch[1] != -100).sum()),
-        (lambda: loader(0, (11, 30)), None),
+        (loader, None, ["virtual:0", "virtual:1"]),
+        (loader, "samples", ["cpu"] * 3),
+        (lambda: loader(5), None, ["cpu"] * 3),
+        (lambda: loader(5), lambda batch: (batch[1] != -100).sum(), ["virtual:0", "virtual:1"]),
+        (lambda: loader(0, (11, 30)), None, ["cpu"] * 2),
     ],
     ids=["samples", "samples, told", "labels", "labels, told", "few ignored"],
 )

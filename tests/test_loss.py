@@ -210,7 +210,7 @@ def batch(name: str, samples: int) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(total=st.integers(1, 9), replicas=st.integers(2, 4), draw=st.integers(0, 2**31))
 def test_criteria_of_torch(name: str, reduction: str, total: int, replicas: int, draw: int) -> None:
     torch.manual_seed(draw)

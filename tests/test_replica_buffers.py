@@ -101,7 +101,13 @@ def run(model: Any, number: int = 2, size: int = 8) -> None:
 RUNNING = "'tracks.running_mean', 'tracks.running_var'"
 
 
-@WRAPPERS
+@pytest.mark.parametrize(
+    ("wrapper", "slots"),
+    [
+        (DataParallel, ["virtual:0", "virtual:1", "virtual:2"]),
+        (DistributedDataParallel, ["cpu"] * 3),
+    ],
+)
 @pytest.mark.parametrize(
     ("write", "told"),
     [
@@ -120,7 +126,7 @@ RUNNING = "'tracks.running_mean', 'tracks.running_var'"
 def test_buffers_that_differ_are_named_once(
     slots: list[str], wrapper: Any, write: Any, told: dict[str, str], buffers: str, said: Any
 ) -> None:
-    model = wrapper(Keeps(write).to(slots[0]), slots[:3], buffers=buffers)
+    model = wrapper(Keeps(write).to(slots[0]), slots, buffers=buffers)
     # Nobody trains, and nobody differs.
     run(model.eval())
     assert said() == []

@@ -49,8 +49,9 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("place", "dtype"), [*zip(PLACES, [torch.bfloat16, torch.float16] * 2, strict=True)]
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("unused", [(), (2,), (1, 3)])
 def test_gradients_are_kept_in_float32_until_all_are_added(

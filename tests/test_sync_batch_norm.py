@@ -89,8 +89,10 @@ def assert_same_state(left: nn.Module, right: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("num_slots", [1, 4])
+@pytest.mark.parametrize(
+    ("how", "num_slots"),
+    [*((how, 4) for how in HOW), *((how, 1) for how in ("buffers", TORCHS[0], "hybrid"))],
+)
 def test_training_equals_the_bare_module(
     slots: list[str], wrapper: Any, how: Any, num_slots: int
 ) -> None:
@@ -246,9 +248,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 4), (3, 2, 2, 2), (3, 1, 2, 1, 2)])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [*zip([(3,), (3, 4), (3, 2, 2, 2), (3, 1, 2, 1, 2)], OPTIONS, strict=True)],
+)
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 3, 0, 4), (0, 0, 0, 2), (0, 0, 0, 0)])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_any_rank_and_uneven_and_empty_chunks(
     slots: list[str], options: dict[str, Any], shape: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
