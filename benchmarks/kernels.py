@@ -43,8 +43,8 @@ from dataparallel.tools.bench.runner import Report, met, progress, publish
 SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 SIZES_ON_CPU = "64KiB,1MiB,16MiB"
 
-#: Most of ours / the copy (0.90 of its bytes per second), from a size on at which launches count
-#: little, for the kernels that only move and add.
+#: Most of ours / the copy (0.90 of its bytes per second), for the kernels that only move and add.
+#: It counts from a size on at which launches matter little.
 COPY_BAR, COPY_FROM = 1 / 0.9, 16 * 2**20
 _COPYING = ("reduce_add", "flatten", "unflatten")
 #: The variants for which torch has no single operation: these must be faster at every size.
@@ -285,7 +285,7 @@ def summarize(case: KernelCase, turns: Mapping[str, Sequence[Turn]], right: bool
 def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Two bars, each with its worst case and with those that miss it.
 
-    First ours / copy, of large cases of the kernels that only move and add; then ours / best of
+    First ours / copy, of large cases of the kernels that only move and add. Then ours / best of
     torch, of all cases for which torch needs several operations. As fast is not faster.
     """
     copied = [row for row in rows if row.case.kernel in _COPYING and row.case.size >= COPY_FROM]

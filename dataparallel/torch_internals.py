@@ -8,9 +8,9 @@ importing this file does not fail; using the name raises a RuntimeError that tel
 Code that replaces something of torch's is a *patch*, and stands in the last section.
 
 Names are bound when this file is imported, so a call costs no more than torch's own name. Functions
-stand where torch changes what a name is bound to, where torch would have to import something that
-takes time, and for attributes of modules, tensors and other objects. The parts of torch's autograd
-engine that our C++ uses stand in ``distributed_autograd/csrc/torch_engine.h``.
+stand where torch changes what a name is bound to, and where torch would have to import something
+that takes time. They also stand for attributes of modules, tensors and other objects. The parts of
+torch's autograd engine that our C++ uses stand in ``distributed_autograd/csrc/torch_engine.h``.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ takes_memory_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private(
 backward_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: Any = operator.attrgetter("_post_accumulate_grad_hooks")
 
-#: A context in which writing tensors leaves their version counters alone: a broadcast of buffers
-#: between forward and backward must not look like a change of what was saved.
+#: A context in which writing tensors leaves their version counters alone. A broadcast of buffers
+#: between forward and backward must not look like a change of saved tensors.
 keep_versions: Any = _private("torch.autograd._unsafe_preserve_version_counter")
 
 
@@ -171,7 +171,7 @@ dispatch_modes: Callable[[], list[Any]] = _private(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 )
 #: Pushes and pops anything with a ``__torch_dispatch__``, without the ``__enter__`` of a mode, and
-#: at a fraction of its cost: each result of a collective is wrapped under one.
+#: at a fraction of its cost. Each result of a collective is wrapped under one.
 push_bare_mode: Callable[[Any], None] = _private("torch._C._push_on_torch_dispatch_stack")
 pop_bare_mode: Callable[[Any], Any] = _private("torch._C._pop_torch_dispatch_stack")
 
@@ -719,7 +719,7 @@ class _Context:
 def hand_on_contexts_for_any_thread() -> None:
     """Let what is compiled run its backward on several devices at the same time.
 
-    In 2.13, a backward hands the threads of all devices one ``contextvars.Context``, which runs in
+    In 2.13, a backward hands the threads of all devices one ``contextvars.Context``. That runs in
     one thread at a time: the second raised "cannot enter context". The function that is handed on
     here runs each in a copy, as torch does from 2.15 on; 2.11 hands nothing on.
     """
@@ -733,9 +733,9 @@ def hand_on_contexts_for_any_thread() -> None:
 def keep_guard_of_compiler() -> None:
     """Have an object of torch's outlive the thread that happens to make it.
 
-    A torch 2.11 that was built for CUDA, where there is no such device, puts a substitute for the
-    guard of CUDA devices in place when it first compiles. It is gone when the thread ends, while
-    all others still use it, and crash. So a thread that never ends makes it first.
+    A torch 2.11 that was built for CUDA, on a machine without it, uses a substitute for the guard
+    of CUDA devices. It puts that in place when it first compiles. It is gone when the thread ends,
+    while all others still use it, and crash. So a thread that never ends makes it first.
     """
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if make is None or torch.version.cuda is None or torch.cuda.device_count():

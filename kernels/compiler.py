@@ -2,7 +2,7 @@
 
 Given a source, `cupy.RawModule` compiles it with ``-ftz=true``, which no other option undoes:
 numbers below the smallest normal float32 would become zero, unlike torch's. It also asks for CUDA's
-headers, which these sources do not include. So they are compiled here, with our options alone, and
+headers, which these sources do not include. So they are compiled here, with our options alone.
 `cupy.RawModule` gets the file with the result, which it loads on each device that needs it. The
 file stays in the cache of this package, because compiling one source takes seconds.
 """

@@ -35,10 +35,10 @@ class CupyBackend(Backend):
     Note [Two libraries on one device]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Torch and CuPy share the runtime's current device of a thread, but each has a current stream of
-    its own. So for a launch both get the same device, and CuPy gets the stream that is current for
-    torch: the kernel is then ordered like any operation of torch. Both are restored afterwards,
-    since one library would leave the other one on its device. CuPy allocates nothing: two caching
-    allocators would keep memory from each other.
+    its own. So for a launch both get the same device, and CuPy gets torch's current stream. The
+    kernel is then ordered like any operation of torch. Both are restored afterwards, since one
+    library would leave the other one on its device. CuPy allocates nothing: two caching allocators
+    would keep memory from each other.
     """
 
     def __init__(self) -> None:

@@ -137,7 +137,7 @@ def flatten(
 ) -> torch.Tensor:
     """Copy tensors into one bucket, scaled and cast to its dtype.
 
-    A value is scaled in float32, or in float64 if the tensor or the bucket is float64, and then
+    A value is scaled in float32, or in float64 if the tensor or the bucket is float64. Then it is
     rounded (to 16 bits from float64: by way of float32). Without a scale, values of the bucket's
     dtype are copied bit by bit.
 

@@ -61,7 +61,7 @@ class NativeExtension:
         prefix: How its folders in the cache begin.
         sources: The folder of the ``.cpp`` and ``.h`` files.
         first_unit: The stems of the sources that are compiled together, for instance since they
-            need headers that the others do not; the rest is the second unit. Empty: every other
+            need headers that the others do not. The rest is the second unit. Empty: every other
             source.
     """
 

@@ -3,16 +3,16 @@
 Note [Lists of tensors]
 ~~~~~~~~~~~~~~~~~~~~~~~
 One launch serves many tensors. Each is divided into chunks of a fixed number of elements, and each
-block takes one chunk, so that tensors of any sizes keep all of a device busy. It finds that chunk
-in a table of pairs (tensor, number of the chunk in it). The table depends on the sizes alone and
-stays on the device. Addresses change from step to step: they are passed by value, which costs no
-copy and can be captured in a CUDA graph. A kernel's parameters have 4096 bytes at most, and so one
-launch serves a limited number of tensors; longer lists are divided.
+block takes one chunk. So tensors of any sizes keep all of a device busy. It finds that chunk in a
+table of pairs (tensor, number of the chunk in it). The table depends on the sizes alone and stays
+on the device. Addresses change from step to step: they are passed by value, which costs no copy and
+can be captured in a CUDA graph. A kernel's parameters have 4096 bytes at most, and so one launch
+serves a limited number of tensors; longer lists are divided.
 
 Note [Memory of tables]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A table is made on one stream and read by kernels on any. So each launch says that its stream uses
-the table: then the allocator does not give the memory away before the kernel has run, whenever the
+the table. Then the allocator does not give the memory away before the kernel has run, whenever the
 table is dropped. A CUDA graph reads it again at each replay, and is therefore given it for ever.
 """
 
@@ -33,7 +33,7 @@ class ChunkTable(NamedTuple):
     Attributes:
         pairs: An int32 tensor of shape ``(blocks, 2)`` on the device: tensor, number of the chunk.
         blocks: How many chunks there are; 0 if all tensors are empty.
-        sizes: An int64 tensor on the device with the sizes for which the table was made: there may
+        sizes: An int64 tensor on the device with the sizes for which the table was made. There may
             be no room for them in the parameters of a kernel.
     """
 

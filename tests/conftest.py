@@ -27,7 +27,7 @@ if os.environ.get("DATAPARALLEL_TESTS_WITHOUT_VIRTUAL_DEVICES") != "1":
     dataparallel.virtual.enable(4)
 
 # torch asks the name server for the name of every address that a TCPStore meets, the loopback
-# interface's too; and an answer that is lost takes five seconds.
+# interface's too. An answer that is lost takes five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # A shell that starts a process in the background lets it ignore Ctrl-C, which some tests send.

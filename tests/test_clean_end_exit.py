@@ -1,8 +1,8 @@
 """The end of the interpreter: no error, no output, no wait, whatever is under way.
 
-A process of multiprocessing ends by ``os._exit``, so nothing is seen of the end of an interpreter:
+A process of multiprocessing ends by ``os._exit``. So nothing is seen of the end of an interpreter:
 of daemon threads that are still at work then, for one. To start an interpreter and to import torch
-takes seconds. So this file, run as a script, is one interpreter, which forks for each case; each
+takes seconds. So this file, run as a script, is one interpreter, which forks for each case. Each
 child calls its function, and comes to the end of the script.
 """
 

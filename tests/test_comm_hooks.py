@@ -405,7 +405,7 @@ class Case(NamedTuple):
 
     ours: Register
     theirs: Register | None = None
-    # Those of 16 bits round; where the sum of two replicas differs from the gradient of one in the
+    # Those of 16 bits round. If the sum of two replicas differs from the gradient of one in the
     # last bit, they may round to the next number.
     tolerance: float = 2e-5
     # With several buckets, torch's wrapper crashes.

@@ -308,8 +308,8 @@ CASES: list[Case] = [
     an_optimizer_in_a_hook,
     other_forwards_between,
 ]
-#: On devices, the caller's backward may come to what the replicas' backward still needs, which
-#: torch says; and a subclass that holds tensors cannot be copied there.
+#: On devices, the caller's backward may come to nodes that the replicas' backward still needs,
+#: which torch says. A subclass that holds tensors cannot be copied there.
 ON_THE_CPU: list[Case] = [a_tensor_that_the_caller_uses_too, parameters_that_hold_tensors]
 WRITTEN: list[Case] = [an_input_that_grows, one_tensor_given_twice]
 ONE_REPLICA: list[Case] = [the_caller_goes_on_with_it, what_is_filled, what_is_cut_off]

@@ -16,8 +16,8 @@ from dataparallel.virtual import device_module as virtual
 from tests.cluster import Cluster
 
 SLOTS = [f"virtual:{i}" for i in range(3)]
-#: No device may hold more than this times what the bare module holds with one chunk: that, and the
-#: copies of a bucket that are on their way.
+#: No device may hold more than this times the memory of the bare module with one chunk. That, and
+#: the copies of a bucket that are on their way.
 MOST = 1.1
 
 

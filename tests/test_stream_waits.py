@@ -1,6 +1,6 @@
 """Every wait between streams is needed: without any one of them the numbers are wrong.
 
-The virtual devices defer work in strict mode for as long as they may and poison freed memory, so a
+The virtual devices defer work in strict mode for as long as they may and poison freed memory. So a
 wait that is left out shows. A training step is run with each place in the code that orders streams
 disabled in turn.
 """

@@ -36,8 +36,8 @@ def reordered(model: nn.Sequential) -> None:
 
 
 _F = "float32 of shape"
-#: The change to the model of some ranks, or the options there, and the message of all: # stands for
-#: ranks that were changed, and @ for the others.
+#: The change to the model of some ranks, or the options there, and the message of all. There #
+#: stands for ranks that were changed, and @ for the others.
 CHANGES: list[tuple[Callable[[nn.Sequential], None] | dict[str, Any], str]] = [
     (
         with_layer(2, nn.Linear(3, 5)),

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after the command's name. Default: those of this process.
 
     Returns:
-        The exit status: 0 for success, 1 for a negative result or a file that cannot be used, 2 for
+        The exit status: 0 for success, 1 for a negative result or a file that cannot be used. 2 for
         wrong usage or a missing package, 130 after Ctrl-C.
     """
     arguments = build_parser().parse_args(argv)

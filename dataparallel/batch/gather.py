@@ -139,8 +139,8 @@ def gather(
 
     Raises:
         TypeError: A generator was returned, or what cannot be added or joined as ``out_dims`` says.
-        ValueError: The outputs are not built alike, ``out_dims`` is built in another way, shapes
-            don't concatenate, a mean of integers is asked for, or an option has no such value.
+        ValueError: The outputs are not built alike, ``out_dims`` is built in another way, or shapes
+            don't concatenate. Or a mean of integers is asked for, or an option has no such value.
     """
     options = scalars, weights or (), chunk_sizes, None
     return join_outputs(list(outputs), target_device, dim, out_dims, *options)

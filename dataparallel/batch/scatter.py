@@ -2,9 +2,9 @@
 
 Note [Lists of samples]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A list may hold the parts of a batch, each with all samples along ``dim``; or the samples, one by
-one; or nothing of the batch. The values do not tell: an image has 3 channels, and a batch may have
-3 samples. So nobody guesses. ``in_dims`` says it, or the rest of the call shows it:
+A list may hold the parts of a batch, each with all samples along ``dim``. Or it may hold the
+samples, one by one, or nothing of the batch. The values do not tell: an image has 3 channels, and a
+batch may have 3 samples. So nobody guesses. ``in_dims`` says it, or the rest of the call shows it:
 
 - Tensors that differ in dtype or number of dimensions are parts: samples are alike.
 - Where other tensors of the call show the batch size, tensors that all have it are parts, unless
@@ -122,8 +122,8 @@ def scatter(
         dim: Dimension to split.
         chunk_sizes: Samples per slot; the last slots may get none. Default: as ``torch.chunk``
             divides.
-        in_dims: A dim for all tensors, or a mapping or sequence that gives one for each part of
-            ``inputs``, where ``None`` means whole to each replica, and ``"samples"`` that a list,
+        in_dims: A dim for all tensors, or a mapping or sequence with a dim for each part of
+            ``inputs``. There ``None`` means whole to each replica, and ``"samples"`` that a list,
             an array or an object has one entry per sample. Default: ``dim`` everywhere; lists
             within ``inputs`` that may hold samples are refused.
 

@@ -1,9 +1,9 @@
 """Containers of tensors: flatten them to leaves, rebuild them around other leaves.
 
-A container is what models take and return: tuples, lists, dicts and their subclasses, named tuples,
-dataclasses, dicts with attributes (``ModelOutput``), and whatever is registered with
-``torch.utils._pytree``. Everything else is a leaf, ``None`` included, and so is an empty container:
-it is often there to be filled, and the caller looks into it afterwards.
+A container is a value that models take and return: tuples, lists, dicts and their subclasses, named
+tuples, dataclasses, dicts with attributes (``ModelOutput``). So is everything that is registered
+with ``torch.utils._pytree``. Everything else is a leaf, ``None`` included. So is an empty
+container: it is often there to be filled, and the caller looks into it afterwards.
 
 Note [Objects of unknown type]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

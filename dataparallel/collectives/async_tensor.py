@@ -10,8 +10,8 @@ right gradient in all, or raises the error of plain tensors. The view is made by
 ``alias``, whose result a dispatch mode replaces. (Were it no view, a compiler that is given a view
 of it could not tell where the sizes of its base come from.)
 
-Operators that torch composes of others arrive whole where autograd is off (inference mode), and
-their signature says "may be a view" of ``to`` and ``contiguous``. They are taken apart first; only
+If autograd is off (inference mode), operators that torch composes of others arrive whole. The
+signatures of ``to`` and ``contiguous`` then say "may be a view". They are taken apart first; only
 what is a view for any arguments counts as one.
 
 Torch's own class of that name forgets the work at the first wait, so a second use of a failed

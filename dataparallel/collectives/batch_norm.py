@@ -39,8 +39,8 @@ class SyncBatchNorm(BatchNorm):
 
     In training each member normalizes with the mean and variance of the chunks of all members.
     Outputs, gradients of any order and running statistics are those of one module with the whole
-    batch, also if chunks differ in size or are empty. All members call the same layers in the same
-    order. If one of them computes gradients of the input, all must.
+    batch. That holds for chunks of different sizes and empty ones, too. All members call the same
+    layers in the same order. If one of them computes gradients of the input, all must.
 
     In evaluation the members exchange nothing, as in torch: the layer uses its running statistics,
     or those of the chunk if it has none. If the group has one member, the layer works as
@@ -54,10 +54,10 @@ class SyncBatchNorm(BatchNorm):
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: See
             ``torch.nn.BatchNorm1d``; the input has the shape ``(N, C, ...)``.
-        group: The members: ``"hybrid"`` (the replicas of all processes; without a process
-            group, of this one), ``"local"`` (the replicas of this process), or any other group
-            that :func:`~dataparallel.collectives.all_reduce` takes. A ``ProcessGroup`` is kept by
-            its name. Default: ``"hybrid"``.
+        group: The members: ``"hybrid"`` (the replicas of all processes; without a process group, of
+            this one) or ``"local"`` (the replicas of this process). Or any other group that
+            :func:`~dataparallel.collectives.all_reduce` takes. A ``ProcessGroup`` is kept by its
+            name. Default: ``"hybrid"``.
 
     Attributes:
         group: The members.

@@ -2,11 +2,11 @@
 
 Note [Exchanges]
 ~~~~~~~~~~~~~~~~
-Every collective becomes an *exchange*: what this process sends, which of four collectives of torch
-moves it (all_reduce, broadcast, all_gather, all_to_all), and what becomes of what arrives. All but
-the one in the middle are plain operations of tensors, which compilers can trace. It runs over the
-link of a hybrid group, over a process group without waiting for it, or as operators of compiled
-code; see ``groups.py`` and ``process_group.py``.
+Every collective becomes an *exchange*: the sent tensor, the use of the arriving ones, and the
+collective of torch that moves them. There are four: all_reduce, broadcast, all_gather, all_to_all.
+All but the one in the middle are plain operations of tensors, which compilers can trace. It runs
+over the link of a hybrid group, over a process group without waiting for it, or as operators of
+compiled code. See ``groups.py`` and ``process_group.py``.
 
 A sent tensor is in memory of its own, since a backend reads it after the caller has gone on. A
 tensor that is only moved travels as bytes, if its dtype is not one that every collective of gloo

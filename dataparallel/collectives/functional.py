@@ -250,8 +250,8 @@ def all_to_all_single(
         A new tensor: the rows from member 0, then those from member 1, and so on.
 
     Raises:
-        ValueError: Only one of the splits is None, they do not add up to the rows, there are none
-            for each member, rows cannot be divided equally, or members disagree.
+        ValueError: Only one of the splits is None, they do not add up to the rows, or there are
+            none for each member. Or rows cannot be divided equally, or members disagree.
     """
     target = resolve(group, tag)
     if output_split_sizes is None and input_split_sizes is None:
@@ -643,8 +643,8 @@ def resolve(group: Group, tag: str = "") -> str | LocalGroup:
             f"{replica.num_replicas}: every replica would take part for the whole process; pass "
             "group='hybrid' for all replicas of all processes, or 'local' for those of this one"
         )
-    # Also read for other groups: compiled code has ranks and sizes in it, and the guard for this
-    # has torch compile it again after `torch.distributed` was initialized again.
+    # Also read for other groups: compiled code has ranks and sizes in it. The guard for this has
+    # torch compile it again after `torch.distributed` was initialized again.
     default = dist.group.WORLD if dist.is_available() else None
     if default is None:
         raise RuntimeError(

@@ -25,17 +25,18 @@ Note [Gradients in all processes or in none]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Backward is a collective too. If a tensor requires grad in any process, all of them record a node,
 and the results require grad everywhere. A process with gradients switched off (``no_grad``) cannot;
-then backward is an error in the others, at once. For a process that never calls backward the others
-wait until the time is over, or until it comes to its next collective, which is an error in all.
+then backward is an error in the others, at once. The others wait for a process that never calls
+backward until the time is over. Or they wait until it comes to its next collective, which is an
+error in all.
 
 Note [Order of hybrid nodes in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 All processes must come to their nodes in the same order. If one thread made the whole graph, the
 engine runs nodes in the reverse order of their making. Several replicas make theirs in several
-threads, whose numbers can't be compared, and devices with threads of their own run what is ready:
-two branches of a network may swap. So in a call of several replicas each node takes a *turn* from
-the node before, a tensor without numbers that makes the engine run the later node first. The nodes
-that a backward with ``create_graph=True`` makes take turns among themselves too.
+threads, whose numbers can't be compared. Devices with threads of their own run nodes that are
+ready: two branches of a network may swap. So in a call of several replicas each node takes a *turn*
+from the node before. That is a tensor without numbers that makes the engine run the later node
+first. The nodes that a backward with ``create_graph=True`` makes take turns among themselves too.
 
 A node that is only reached in this way does nothing, and tells nobody. But two outputs of one call
 that share nothing need ``retain_graph=True`` then, as those do that share something. Between two

@@ -14,7 +14,7 @@ their waits last until the time limit of the group.
 Note [What compilers remove]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Torch's compilers take one collective for two that are the same, and leave out one whose result has
-no elements; then the other processes wait for it. So a traced collective looks the same in all
+no elements. Then the other processes wait for it. So a traced collective looks the same in all
 processes if it is the same, and has a result. A gather brings everything to all, a scatter is a
 broadcast, and a process that gets no rows sends one to itself.
 
@@ -23,7 +23,7 @@ Note [Checked collectives]
 A backend matches collectives by their order alone. Others of the same shape give wrong numbers,
 other dtypes too, and other shapes end a process (gloo). So each rank writes into the store what it
 is about to launch, and compares that with what the others write. The comparison costs as much as a
-small collective, so by default it is done for the first three of a group, and for three after a
+small collective. So by default it is done for the first three of a group, and for three after a
 difference. The package's own links carry what follows from a comparison when they were made.
 
 One that has waited for a moment launches, so that a program that waits for something else between a

@@ -45,8 +45,8 @@ def rpc_async(
 
     Outside of a block it is ``torch.distributed.rpc.rpc_async``.
 
-    The block belongs to the thread that entered it, and to what that awaits: a thread started
-    inside of it makes calls outside of the context.
+    The block belongs to the thread that entered it, and to the tasks that it awaits. A thread
+    started inside of it makes calls outside of the context.
 
     Calls are pickled, and unpickling can run any code: all workers have to trust each other and the
     network between them.
@@ -60,8 +60,8 @@ def rpc_async(
 
     Args:
         to: The worker: its name, its id, or torch's ``WorkerInfo``. It may be the caller itself.
-        func: The function to run there: something that can be pickled, as a function of a module or
-            a method of an object that can be sent. A function that is marked with
+        func: The function to run there: something that can be pickled. It is a function of a module
+            or a method of an object that can be sent. A function that is marked with
             ``torch.distributed.rpc.functions.async_execution`` may return a future.
         args: Its positional arguments. Default: none.
         kwargs: Its keyword arguments. Default: none.
@@ -69,7 +69,7 @@ def rpc_async(
             that ``init_rpc`` was given, 60 s unless set.
 
     Returns:
-        A future. Its ``wait()`` returns the result, or raises the function's error: the text has
+        A future. Its ``wait()`` returns the result, or raises the function's error. The text has
         its traceback, and types other than ValueError and TypeError become RuntimeError, as with
         torch's RPC. If the context has ended by then, the result has no connection to the graph.
 

@@ -202,7 +202,7 @@ def backward(
 
     Raises:
         TypeError: ``roots`` is no list, or something else than tensors is in it.
-        ValueError: There is no such context here, there are no roots, or a root has several
+        ValueError: There is no such context here, or there are no roots. Or a root has several
             elements, is complex, does not require grad or has no gradient function. Or ``timeout``
             is negative.
         WorkerError: The pass failed on another worker; the message has its name and traceback.

@@ -38,8 +38,8 @@ class DistributedOptimizer:
             that returns one. It must not need a closure.
         params_rref: References to the parameters, of this package or of torch; each must be a
             leaf tensor on the worker that owns it. Parameters of this worker need no reference.
-            Or groups of them as torch's optimizers take them: a list of dicts, whose ``params``
-            are such references and whose other entries are the options of the group.
+            Or groups of them as torch's optimizers take them: a list of dicts. Their ``params`` are
+            such references and their other entries the options of the group.
         args: More arguments for ``optimizer_class``.
         kwargs: More arguments for ``optimizer_class``, ``lr`` for one.
 

@@ -1,8 +1,8 @@
 """Values that stay on the worker that made them.
 
 A value is a ``concurrent.futures.Future`` on its owner; torch's own reference names it and keeps it
-alive. In each call the reference comes last: torch counts a reference as sent when it is pickled,
-so what cannot be pickled has to fail before.
+alive. In each call the reference comes last. Torch counts a reference as sent when it is pickled,
+so a value that cannot be pickled has to fail before.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Neither a signature nor a docstring tells which. So the bare model runs on two s
 one by one. The gradient of the loss by the logits shows exactly how much each sample counts. It
 also shows if the loss mixes samples, so that no sum over chunks is the batch's.
 
-If two rules are equal on a batch, such as labels and samples if no label is ignored, the next batch
-on which they differ decides. To see that costs a wait for the device at each forward.
+Two rules may be equal on a batch, such as labels and samples if no label is ignored. Then the next
+batch on which they differ decides. To see that costs a wait for the device at each forward.
 """
 
 from __future__ import annotations

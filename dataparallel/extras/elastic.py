@@ -64,8 +64,8 @@ def init_process_group(
 
     Takes the place of ``torch.distributed.init_process_group``. The processes first agree on a part
     of the store that no earlier group has used. A single process needs no environment. If all
-    processes are on one machine, and you have not set ``GLOO_SOCKET_IFNAME``, the function sets it
-    to the loopback interface; processes that you start later inherit it.
+    processes are on one machine, the function sets ``GLOO_SOCKET_IFNAME`` to the loopback
+    interface, unless you have set it. Processes that you start later inherit it.
 
     Example::
 

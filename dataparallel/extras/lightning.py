@@ -142,8 +142,8 @@ class Replicas(ReplicasMixin, _strategies.SingleDeviceStrategy):  # type: ignore
     """Trains a LightningModule on all devices of this process, as it is.
 
     Losses, logs, outputs and weights are those of one device. Each step runs in the replicas, each
-    on its part of the batch. On the first batch the strategy finds out, by comparing, what the loss
-    is a mean over, and averages it and what the step logs accordingly.
+    on its part of the batch. On the first batch the strategy finds out, by comparing, the things
+    over which the loss is a mean. It averages the loss and the logs of the step accordingly.
 
     Example::
 

@@ -2,7 +2,7 @@
 
 Note [Where a step ends]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A step ends with the last step of an optimizer before the next forward; so a loop that accumulates
+A step ends with the last step of an optimizer before the next forward. So a loop that accumulates
 gradients makes one step of several forwards. If no optimizer has been seen (it steps in backward,
 or there is none) it ends with the last backward before the next forward. A forward without
 gradients, with no backward, is a step of its own kind. So are eight with gradients that no backward
@@ -10,7 +10,7 @@ follows, or twice as many as one has ever followed. A step that a GradScaler ski
 next one. The end of a step is known when the next forward begins. ``end_step`` ends it at once.
 
 On an accelerator a step ends when the device is done with it. So each replica has its own beginning
-and end, its phases add up to what lies between, and the step is as long as the host took for it.
+and end, and its phases add up to the time between. The step is as long as the host took for it.
 
 When replicas are dropped or added, all begins anew, with step 1.
 
@@ -21,7 +21,7 @@ happens no earlier than it is recorded, and at once where the device has nothing
 host's time minus the device's time, as each event is recorded, is at most the distance between the
 two clocks. The greatest of these differences comes closest to it. This is the idea of the minimum
 filter with which NTP treats delays (RFC 5905, section 10). To begin with, the host waits until the
-device has nothing to do: a device that is behind all the time would look like one that is not.
+device has nothing to do. A device that is behind all the time would look like one that is not.
 
 ``elapsed_time`` is in milliseconds in single precision, and would be coarse after an hour. So times
 are added up from event to event.
@@ -54,8 +54,8 @@ from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
-#: A device is done about when the host is if it needs no more than so many nanoseconds longer, and
-#: this share of what the phase took.
+#: A device is done about when the host is, if it needs at most so many nanoseconds longer, and this
+#: share of the time of the phase.
 _LATENCY = 50_000
 _LATE = 0.1
 

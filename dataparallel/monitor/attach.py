@@ -4,7 +4,7 @@ Note [Sockets of runs]
 ~~~~~~~~~~~~~~~~~~~~~~
 Each run listens on a Unix domain socket, ``PID.NUMBER.sock``, in a folder that only this user can
 enter; who can enter it may watch. The folder does not depend on where the environment puts
-temporary files: a run that cron or a scheduler has started has another environment than the
+temporary files. A run that cron or a scheduler has started has another environment than the
 watcher's shell.
 
 Whoever connects gets one line of JSON, and the run closes the connection. It reads nothing::

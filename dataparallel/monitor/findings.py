@@ -6,8 +6,8 @@ As in NVIDIA's resiliency extension, a score goes from 0 to 1, and 0.5 stands fo
 is the seconds of the fastest replica over those of this one. As such it tells if this one holds up
 the step; per sample, if its device is slower and not its chunk larger.
 
-Only phases in which a replica goes at its own speed count. A replica that waits is not slow, nor
-is the first one because it has the optimizer to step, or the loss of all to compute, meanwhile.
+Only phases in which a replica goes at its own speed count. A replica that waits is not slow. Nor is
+the first one because it has the optimizer to step, or the loss of all to compute, meanwhile.
 
 Note [Estimated gains]
 ~~~~~~~~~~~~~~~~~~~~~~

@@ -3,14 +3,14 @@
 Note [Modules that are called]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A loop need not call the module that the monitor was given: Lightning calls a method of its module,
-others call an encoder and a decoder, and with an optimizer alone there is no module to start from.
+and others call an encoder and a decoder. With an optimizer alone there is no module to start from.
 So at first each module that may be called has hooks, and what is not called within another one is a
 forward. With the optimizer's first step the hooks of all others go, for they cost time. A compiled
 module gets no hooks within, where the compiler would see them.
 
 If no module was called by then, all from one step of the optimizer to the first gradient counts as
-forward. (There may be parameters without a module, or a compiled module of which the monitor has
-the original.) If no output had a gradient, the backward begins with that of a parameter.
+forward. There may be parameters without a module, or a compiled module of which the monitor has the
+original. If no output had a gradient, the backward begins with that of a parameter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recorded steps as a timeline that Perfetto and chrome://tracing show.
 
 Both read the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
-Times are whole microseconds since 1970: what begins where another thing ends then begins there
-after rounding too, and files of several processes have one clock.
+Times are whole microseconds since 1970. So events that meet still meet after rounding, and files of
+several processes have one clock.
 """
 
 from __future__ import annotations

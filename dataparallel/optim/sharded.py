@@ -6,7 +6,7 @@ writes the new values to the parameters and lets the copies go. So whoever chang
 between steps need not tell anybody, and between steps the other devices hold nothing but state.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
-2020, stage 1; there each process steps its share, here each device of one process.
+2020, stage 1. There each process steps its share, here each device of one process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ShardedOptimizer(DividedOptimizer):
     """An optimizer that keeps the state of each parameter on one of the model's devices.
 
     The state of AdamW is twice as large as the parameters. With n devices each one holds about an
-    n-th of it. ``step()`` brings the values and gradients of each shard to its device, steps the
-    shards, on accelerators at the same time, and brings the new values back. Results are those of
-    the wrapped class, bit for bit if the devices are of one type. Checkpoints are those of the
-    plain optimizer, for any number of devices. Schedulers, ``torch.amp.GradScaler``, gradient
+    n-th of it. ``step()`` brings the values and gradients of each shard to its device, and steps
+    the shards, on accelerators at the same time. Then it brings the new values back. Results are
+    those of the wrapped class, bit for bit if the devices are of one type. Checkpoints are those of
+    the plain optimizer, for any number of devices. Schedulers, ``torch.amp.GradScaler``, gradient
     clipping, hooks and closures work as usual.
 
     Example::

@@ -114,15 +114,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ``"mean"`` or ``"sync"``; see :data:`dataparallel.parallel.buffers.BufferPolicy`.
         scalars: The way to join 0-d outputs, such as a loss. ``"stack"`` (default): a vector with
             one element per replica, as in torch. ``"mean"``: one scalar, weighted by samples.
-            ``"sum"``: their sum. A function of a chunk's arguments: its weight in the mean, such as
-            the number of labels, as a number or a 0-d tensor (for which the host waits). If it
-            returns None for all chunks, the wrapper adds the outputs.
+            ``"sum"``: their sum. A function of a chunk's arguments that returns its weight in the
+            mean, such as the number of labels. It is a number or a 0-d tensor (for which the host
+            waits). If it returns None for all chunks, the wrapper adds the outputs.
         in_dims: Batch dimension per argument, by keyword name or position; ``None`` gives the
             argument whole to each replica. ``"samples"``: a list, an array or an object with one
             entry per sample is divided. ``"targets"`` names those of :meth:`loss`, too. Example:
             ``{"mask": None, 1: 1, "captions": "samples"}``.
-        out_dims: Batch dimension of outputs if it is not ``dim``: an int, or a tuple, list or dict
-            with an entry for each part of the output. An example is ``(0, 1)`` for
+        out_dims: Batch dimension of outputs if it is not ``dim``. It is an int, or a tuple, list or
+            dict with an entry for each part of the output. An example is ``(0, 1)`` for
             ``nn.LSTM(batch_first=True)``, whose states have the batch in dim 1. ``None``: the part
             belongs to no sample, and the call returns that of replica 0. ``"samples"``: it has one
             entry per sample. ``"sum"``: the numbers or tensors of the replicas are added.

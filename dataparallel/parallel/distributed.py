@@ -301,7 +301,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     A process may have several devices, and a single process needs no process group. The replicas
     compute with parameters of their own. While backward still runs, the reducer adds their
-    gradients bucket by bucket, all-reduces the buckets over the processes, and adds them to
+    gradients bucket by bucket and all-reduces the buckets over the processes. It adds them to
     ``.grad`` of the module's own parameters. Within a context of
     :mod:`dataparallel.distributed_autograd` it adds them to the gradients of the context instead.
     Several threads may call the wrapper: forwards run one after another, one backward at a time.
@@ -344,8 +344,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             forward left them.
         capture: True to record each replica's forward and backward in CUDA graphs, which launch all
             kernels at once: for models that wait for the host. The module reads nothing back, has
-            no hooks, and gets few shapes of inputs, else its forward raises a RuntimeError or runs
-            as usual, see "CUDA graphs" in the documentation. Default: False.
+            no hooks, and gets few shapes of inputs. Otherwise its forward raises a RuntimeError or
+            runs as usual, see "CUDA graphs" in the documentation. Default: False.
         output_device, dim, buffers, scalars, in_dims, out_dims: See :class:`DataParallel`.
 
     Attributes:
@@ -803,8 +803,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                     optimizer.step()
                     optimizer.zero_grad()
 
-        An optimizer with a state (momentum, Adam) needs ``step``: where it has made fewer steps,
-        its state is another one, and the processes would go apart after the block. Or use one that
+        An optimizer with a state (momentum, Adam) needs ``step``. If it has made fewer steps, its
+        state is another one, and the processes would go apart after the block. Or use one that
         joins itself, with torch's ``Join([model, optimizer])``. Each forward in the block is
         followed by one backward, unless it is under ``no_sync()`` or ``torch.no_grad()``.
 

@@ -1,8 +1,8 @@
 """The criterion of ``model.loss``, computed per chunk and combined to the loss of the batch.
 
-The mean over a batch is not the mean of the means over its chunks: chunks may be uneven, targets
-may be ignored, classes may be weighted. Every chunk therefore yields a numerator (the sum of its
-losses) and a denominator (torch's divisor of that sum). The loss of the batch is the sum of the
+The mean over a batch is not the mean of the means over its chunks. Chunks may be uneven, targets
+may be ignored, and classes may be weighted. Every chunk therefore yields a numerator (the sum of
+its losses) and a denominator (torch's divisor of that sum). The loss of the batch is the sum of the
 numerators over the sum of the denominators.
 """
 

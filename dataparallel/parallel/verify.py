@@ -95,7 +95,7 @@ def verify(
             of.
         batch: Positional arguments of the module; with ``loss``, the last of several is the target.
             If there is only one, a dict gives keyword arguments (as for a ``Trainer``), and a tuple
-            is unpacked; with ``loss``, a list too (as a ``DataLoader`` gives it).
+            is unpacked. With ``loss``, so is a list (as a ``DataLoader`` gives it).
         loss: Called with the output, and the target if there is one. Default: the loss is
             ``output.loss`` or ``output["loss"]``, or else a random projection of all outputs.
         device_ids: The replicas of a module that is no wrapper. Default: all accelerators.

@@ -1,6 +1,6 @@
 """The clones of one module, one per device slot, and what a forward wrote in them.
 
-A clone is an object of the original's class that is filled before a forward with the original's
+A clone is an object of the original's class. Before a forward it is filled with the original's
 attributes: hooks, submodules, flags and everything that the user has set since. Tensors and modules
 in them are replaced by the replica's own. After a forward that succeeded, attributes that replica 0
 assigned to itself are assigned to the original, as if that had run. This is the meaning of "replica
@@ -11,9 +11,9 @@ Note [Results in attributes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A forward may assign a tensor that requires grad to an attribute. It is a result of the forward as
 its outputs are: the auxiliary loss of a mixture of experts, the commitment loss of a quantizer. The
-caller may use it in the loss. So the tensors of all replicas go through the cut with the outputs,
-are put together by the same rules, and the module gets what comes of it. If tensors cannot be put
-together, that of replica 0 counts; its gradient goes there if all replicas have the same, else it
+caller may use it in the loss. So the tensors of all replicas go through the cut with the outputs.
+They are put together by the same rules, and the module gets the result. If tensors cannot be put
+together, that of replica 0 counts. Its gradient goes there if all replicas have the same, else it
 is an error. Without gradients nothing tells results from what a module keeps for its next forward:
 there, results are what earlier forwards have shown to be some.
 
@@ -26,7 +26,7 @@ bare module. They are filled again only if something has changed. An attribute, 
 submodule of the original or of a clone may be another object than before. A container that held
 only numbers and names, such as an empty table of hooks, may hold something else. Or a module may be
 of another class. Modules with attributes that may lead to tensors or modules are filled anew each
-time, unless only what ``torch.compile`` has made leads there, and to modules alone.
+time. An exception is an attribute by ``torch.compile`` that leads to modules only.
 
 Each replica has its own copies of lists, dicts and sets in attributes; two modules that have one
 container have one copy. Changes of replica 0 are made in the original's own container, too.
@@ -241,9 +241,10 @@ def replicate(
 ) -> list[ModuleT]:
     """Clone a module onto several device slots.
 
-    The clones keep the structure: what the module shares with itself is shared within each clone,
-    and each has ``parameters()``, ``state_dict()`` and the rest of its own. Clones on the device of
-    ``network`` share the memory of its parameters; the first of them has its buffers, too.
+    The clones keep the structure. Parts that the module shares with itself are shared within each
+    clone, and each has ``parameters()``, ``state_dict()`` and the rest of its own. Clones on the
+    device of ``network`` share the memory of its parameters; the first of them has its buffers,
+    too.
 
     Example::
 
@@ -422,8 +423,8 @@ class ModuleClones:
             if self._filled:
                 self._set_buffers(parts)
         if parts.loose:
-            # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there,
-            # and one that a forward computed belongs to the graph of that forward.
+            # A tensor that is put elsewhere on purpose, such as a table on the CPU, stays there. A
+            # tensor that a forward computed belongs to the graph of that forward.
             home = self._devices[0]
             loose = [t for t in parts.loose_tensors() if t.device == home and t.grad_fn is None]
             self._set(loose, self._loose.update(loose, count, now=now), detach=detach)

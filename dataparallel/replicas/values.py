@@ -61,9 +61,9 @@ _version = attrgetter("_version")
 _params = itemgetter("params")
 
 
-#: By the id of a tensor, a number that changes with each step of an optimizer, and the thread that
-#: is in the middle of one, or 0. A tensor that is no more may leave an entry, which does no harm:
-#: entries are compared only as long as the tensor lives.
+#: By the id of a tensor: a number that changes with each step of an optimizer, and the thread that
+#: is inside a step, or 0. A tensor that is no more may leave an entry, which does no harm: entries
+#: are compared only as long as the tensor lives.
 _steps: dict[int, tuple[int, int]] = {}
 _numbers = itertools.count(1)
 

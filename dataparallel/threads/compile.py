@@ -2,8 +2,8 @@
 
 Note [Compiling alone]
 ~~~~~~~~~~~~~~~~~~~~~~
-While one thread compiles, a flag of ``torch.fx`` makes compiled functions that other threads call
-raise, methods of ``nn.Module`` are patched, and ``torch.compiler.is_compiling()`` is true for
+While one thread compiles, a flag of ``torch.fx`` makes compiled functions raise that other threads
+call. Methods of ``nn.Module`` are patched, and ``torch.compiler.is_compiling()`` is true for
 everybody. So whoever compiles holds the lock alone that running replicas share, see Note [State of
 the process] in ``threads/exclusive.py``. The lock here stands in the place of torch's own lock,
 which only keeps two threads from compiling at the same time.
@@ -16,14 +16,14 @@ Note [Compiled one after another]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 If all replicas came to compile at the same time, each would compile the same thing for itself. So
 in the first calls of a kind (types of the modules, modes of torch) the replicas run one after
-another: replica 0 compiles, and the others find it done. They run at the same time after a call
+another. Replica 0 compiles, and the others find it done. They run at the same time after a call
 that compiled nothing: then all is compiled, or what was compiled takes any size. A replica that
 compiles even so does it alone, and the next call starts over.
 
 The order only saves work: a replica starts anyway if the one before it waits for others, or takes
 long. A forward that is itself the first in the process to call ``torch.compile`` has none of this.
-But what was compiled with CUDA graphs (``mode="reduce-overhead"``) has one set of them for each
-device, so replicas that share a device run one after another for good.
+But functions that were compiled with CUDA graphs (``mode="reduce-overhead"``) have one set of them
+for each device. So replicas that share a device run one after another for good.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Snapshot of the caller's thread-local context, applied in every replica thread.
 
-A replica in another thread must see all of it, or it computes something else than the bare module:
-with grad mode alone, a ``torch.autocast(dtype=torch.bfloat16)`` silently becomes float16.
+A replica in another thread must see all of it, or it computes something else than the bare module.
+With grad mode alone, a ``torch.autocast(dtype=torch.bfloat16)`` silently becomes float16.
 
 Note [What is thread-local]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -16,15 +16,15 @@ make :func:`is_portable` False, the replicas run in the calling thread.
 
 Note [The autocast cache is shared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Autocast keeps the weights it has cast in one cache for the whole process, and clears it when the
-outermost autocast block of a thread ends. A replica thread that started at depth 0 would clear it
-at the end of any autocast block inside the module, while other replicas use it. So the depth is
+Autocast keeps the weights it has cast in one cache for the whole process. It clears the cache when
+the outermost autocast block of a thread ends. A replica thread that started at depth 0 would clear
+it while other replicas use it, at the end of any autocast block inside the module. So the depth is
 carried over, and the caller's own block clears the cache.
 
 Note [Checkpoints around replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``torch.utils.checkpoint`` with ``use_reentrant=False`` is a pair of saved-tensor hooks that number
-the tensors as they are saved; its ``context_fn`` may add dispatch modes that count operations.
+the tensors as they are saved. Its ``context_fn`` may add dispatch modes that count operations.
 Replicas run at the same time, in another order at each run, and would mix up their tensors. These
 are the only hooks and modes that are not carried: the replicas then keep their activations. A
 checkpoint inside of a replica numbers what that replica alone saves.

@@ -2,8 +2,8 @@
 
 Note [State of the process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Some of what torch keeps is one for the whole process: the level of forward-mode derivatives, the
-switches of attention, the default dtype and others, see ``torch_internals``. A forward may change
+Torch keeps some state once for the whole process: the level of forward-mode derivatives, the
+switches of attention, the default dtype and others. See ``torch_internals``. A forward may change
 it and set it back, and so do all replicas at once. Each would compute with what another one has
 set, and the last one would leave the process as it found it: changed.
 
@@ -53,8 +53,8 @@ class ExclusiveLock:
         self._changed = threading.Condition()
         #: The work of each thread that shares the lock.
         self._running: dict[threading.Thread, object] = {}
-        # The thread that holds the lock, or waits only for replicas: its reason, its depth, how
-        # long others may wait for it, and its work before.
+        # The thread that holds the lock, or waits only for replicas. Then its reason, its depth,
+        # how long others may wait for it, and its work before.
         self._owner: threading.Thread | None = None
         self._reason = ""
         self._depth = 0

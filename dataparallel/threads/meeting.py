@@ -4,8 +4,8 @@ Synchronized batch norm needs the statistics of every replica in the middle of f
 replicas meet here: each brings its value, replica 0 combines all values, each takes its part.
 
 A replica that waits inside backward for another one deadlocks when one thread runs the backward of
-both. So what the replicas compute together in forward must be ONE autograd node with one input and
-one output per replica, built by ``combine``; its backward then waits for nobody.
+both. So the common work of the replicas in forward must be ONE autograd node with one input and one
+output per replica, built by ``combine``. Its backward then waits for nobody.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Rendezvous:
         """Bring ``value``, wait for the other replicas, and take this replica's part.
 
         ``combine`` makes the results from the values, both in replica order, in the thread of
-        replica 0; what it raises is raised there, and a RendezvousError in the others.
+        replica 0. Its error is raised there, and a RendezvousError in the others.
         """
         entry = here.get()
         assert entry is not None and entry[1] is self, "replicas of one call meet"

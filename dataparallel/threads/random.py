@@ -4,9 +4,9 @@ Note [Random numbers in replicas]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each of several replicas has a CPU generator of its own, and one for every accelerator that several
 slots share. Whichever replica first draws takes one number from the caller's CPU generator, the
-seed of the call, and the generator of replica i is seeded from that and i. So one
-``torch.manual_seed`` fixes everything whatever the timing, and a call that draws nothing leaves the
-caller's generator as it was. A single replica draws from the default generators.
+seed of the call. The generator of replica i is seeded from that and i. So one ``torch.manual_seed``
+fixes everything whatever the timing, and a call that draws nothing leaves the caller's generator as
+it was. A single replica draws from the default generators.
 
 Distinct accelerators have generators of their own, to which ``torch.manual_seed`` gives the same
 seed, hence the same dropout masks. Before a call, those that have the seed of an earlier slot's
@@ -28,7 +28,7 @@ the recomputation in backward, which another thread runs. ``torch.get_rng_state`
 find that generator as a variable of ``torch.random``, where a stand-in leads to the generator that
 the thread draws from. ``torch.default_generator`` itself stays.
 
-The backward of accelerators runs in one thread of the autograd engine per device, so several
+The backward of accelerators runs in one thread of the autograd engine per device. So several
 recomputations may set the one CPU generator at the same time. In those threads the stand-in keeps a
 generator per thread, from the first ``set_state`` in a node until that node ends. The engine then
 restores the thread's dispatch keys, which switches the generator off.

@@ -23,13 +23,13 @@ from dataparallel.errors import add_note, locate
 
 T = TypeVar("T")
 
-# An interrupted call looks every 0.01 s whether its replicas have ended: this many times at most,
-# and after so many looks it interrupts them again.
+# An interrupted call looks every 0.01 s whether its replicas have ended. It looks this many times
+# at most, and after so many looks it interrupts them again.
 _LOOKS, _AGAIN = 70, 20
 # Seconds that closing waits for each idle thread to end.
 _JOIN_TIMEOUT = 1.0
-# Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it, and
-# elsewhere a signal that comes just before the wait begins does not end it.
+# Seconds between two looks at Ctrl-C. On Windows a wait for a lock cannot be interrupted by it.
+# Elsewhere a signal that comes just before the wait begins does not end it.
 _WAIT = 0.2
 # Seconds that a replica waits for the one whose turn it is.
 _PATIENCE = 2.0

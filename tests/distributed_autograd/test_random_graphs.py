@@ -149,8 +149,8 @@ class Body:
     size: int
     #: Its arguments, at first.
     values: list[Tensor]
-    #: The results that it may load, with their workers: only those that were stored before in any
-    #: order of the calls that run at the same time.
+    #: The results that it may load, with their workers. These are the results that were stored
+    #: before in any order of the calls that run at the same time.
     slots: dict[int, int]
     #: The number of calls that it may make, with those that its calls make.
     calls: int

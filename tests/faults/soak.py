@@ -1,8 +1,8 @@
 """Trains for half an hour while something goes wrong every few seconds.
 
-``python -m tests.faults.soak --minutes 30`` starts a training of two processes by torchrun, lets
-them be killed and stopped, raise and exit, and shows how it gets on. Nobody helps it. Before,
-the same training runs without faults: the weights of both must be the same, bit for bit.
+``python -m tests.faults.soak --minutes 30`` starts a training of two processes by torchrun, and
+shows its progress. It lets the processes be killed and stopped, raise and exit. Nobody helps it.
+Before, the same training runs without faults: the weights of both must be the same, bit for bit.
 """
 
 from __future__ import annotations

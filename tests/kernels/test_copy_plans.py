@@ -11,8 +11,8 @@ from dataparallel.kernels.copy_plans import Copy, Dim, Way, plan_copy, record
 Sizes = tuple[int, ...]
 Dims = list[tuple[int, int]]
 
-#: Shape, strides of the place and of the tensor, and the plan: way, dimensions and chunks; of tiles
-#: also the dimension along which they lie, their columns and rows.
+#: Shape, strides of the place and of the tensor, and the plan: way, dimensions and chunks. For
+#: tiles also their dimension, their columns and their rows.
 CASES: list[tuple[Sizes, Sizes, Sizes, tuple[Way, Dims, Sizes] | None]] = [
     ((), (), (), (Way.RUN, [(1, 1)], (1,))),
     ((3, 0), (1, 1), (0, 5), (Way.RUN, [(0, 1)], (0,))),

@@ -486,8 +486,8 @@ class Program:
     def compares(self, name: str) -> bool:
         """True if a value that is seen has to be that of the bare module.
 
-        There hooks run in the backward of each re-entrant checkpoint, and not once for all of them;
-        and what fails here on purpose does not run there.
+        There hooks run in the backward of each re-entrant checkpoint, and not once for all of them.
+        Steps that fail here on purpose do not run there.
         """
         counts = "reentrant" not in self.kinds and not self.doomed
         return counts or not name.startswith("calls of hook")

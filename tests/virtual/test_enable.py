@@ -153,7 +153,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_process_ends_quietly() -> None:
-    # Live tensors, streams, events and queued work, some of which would fail; pinned memory,
+    # Live tensors, streams, events and queued work, some of which would fail. Also pinned memory,
     # generators, and a backward that has just ended, with its graph alive.
     code = """
 s = torch.Stream("virtual:0")

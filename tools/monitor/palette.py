@@ -1,8 +1,8 @@
 """The colors of phases and devices in pictures, in the terminal and on the page.
 
 Each phase has the same hue on light and on dark ground. The colors come from a search. Any two are
-far apart for people with full color vision and for those who lack one of the three kinds of cones
-(`tests/monitor/test_palette.py` measures it). So they differ in lightness too, not in hue alone.
+far apart for people with full color vision, and for those who lack one of the three kinds of cones
+(see `tests/monitor/test_palette.py`). So they differ in lightness too, not in hue alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The first line of a file is a header in JSON: ``"format"``, ``"version"`` and wh
 recorder. Each further line is one :meth:`Sample.to_json`.
 
 When a file has its greatest size the recorder renames ``FILE.1`` to ``FILE.2`` and ``FILE`` to
-``FILE.1``, and begins ``FILE`` anew, so higher numbers are older. Parts of one recording have the
+``FILE.1``, and begins ``FILE`` anew. So higher numbers are older. Parts of one recording have the
 same ``"recording"`` in their headers. If a recorder has continued a recording, an empty line ends a
 line that may be cut off before it. Then ``elapsed`` begins at 0 again.
 

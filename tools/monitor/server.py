@@ -3,7 +3,7 @@
 Note [Who may read]
 ~~~~~~~~~~~~~~~~~~~
 The server is bound to loopback unless told otherwise, and only reads. Two things are still to be
-kept out. A page of somewhere else whose name was made to lead here (DNS rebinding): a server on
+kept out. A page of somewhere else whose name was made to lead here (DNS rebinding). A server on
 loopback answers only if it is called by a name of loopback. And other users of the machine: for
 them there is the token. The files of the page hold nothing secret, so they come without it and can
 ask for it.

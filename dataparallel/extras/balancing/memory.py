@@ -5,7 +5,7 @@ Note [Too little memory]
 If a replica runs out of memory in forward, nothing has left the replicas yet. Their changes are
 undone: buffers, and the states of the generators. Then the forward runs again with a smaller chunk
 for that replica and larger ones for the others. In backward the graph is gone and gradients are
-half done: those of the round are dropped, and whoever called it has to run the step again. Other
+half done. Those of the round are dropped, and whoever called it has to run the step again. Other
 processes do not notice the first; the second ends the backward in all.
 
 Two things cannot be taken back. Messages to other processes: they would be ahead, and a collective

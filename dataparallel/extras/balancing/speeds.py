@@ -36,8 +36,8 @@ _DISTINCT = 0.1
 _LEAST_SLOPE = 0.25
 # Backwards of replicas that are that close are one call; nanoseconds are rounded as floats.
 _SAME = 1e-6
-# For a normal distribution: the standard deviation as a multiple of the median deviation, and the
-# standard error of a median as a multiple of that of a mean.
+# Factors of a normal distribution: its standard deviation over its median deviation, and the
+# standard error of a median over that of a mean.
 _DEVIATION = 1.4826
 _OF_MEDIAN = 1.2533
 # Steps after a change that are not measured: kernels are chosen, graphs compiled, caches filled.

@@ -2,7 +2,7 @@
 
 A generation is a folder with a safetensors file of each process, and a manifest. Each file is
 written beside under a name that begins with a dot, synchronized with the disk, and renamed. The
-manifest has the hashes of all files and of its own content, and is written last; a folder without
+manifest has the hashes of all files and of its own content, and is written last. A folder without
 one does not count, and the next writer removes it. A generation is removed manifest first. So
 whoever is killed, or loses power, leaves generations that are whole.
 """

@@ -37,7 +37,7 @@ class ResumableSampler(Sampler[list[int]]):
         seed: The seed of the order. Default: 0.
         drop_last: True to leave out an incomplete last batch. Default: False. If that batch has
             fewer samples than there are processes, samples from the beginning of the epoch fill it
-            up, so that each process has one.
+            up. So each process has one.
         rank, num_processes: This process and how many there are. Default: those of
             ``torch.distributed``, and 0 and 1 without it.
 

@@ -44,8 +44,8 @@ class Peers:
     def share(self, what: str, compute: Callable[[], T], *, fresh: bool = False) -> list[T]:
         """Return the results of all processes as JSON, by rank, or raise the error of one of them.
 
-        With ``fresh`` it is the first exchange of a series: if another process has closed the
-        link since the last one, both make a new one, and try once more.
+        With ``fresh`` it is the first exchange of a series. If another process has closed the link
+        since the last one, both make a new one, and try once more.
         """
         if self.world_size == 1:
             return [compute()]

@@ -8,9 +8,10 @@ Note [What is saved once, and what by each process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Processes that train together have the same parameters and the same state of the optimizer: rank 0
 saves modules and optimizers. Each other process saves the part of these that its wrapper leaves to
-it: ignored parameters, with their state in the optimizer, and buffers that are not broadcast. All
-else each process saves for itself, such as its random numbers. If no wrapper keeps a module the
-same in these processes, they compare it first: the values of all but rank 0 would be lost.
+it. These are ignored parameters, with their state in the optimizer, and buffers that are not
+broadcast. All else each process saves for itself, such as its random numbers. If no wrapper keeps a
+module the same in these processes, they compare it first: the values of all but rank 0 would be
+lost.
 """
 
 from __future__ import annotations
@@ -359,7 +360,7 @@ SHARED = (ModuleState, OptimizerState)
 
 # --- random generators ---------------------------------------------------------------------------
 #
-# Replicas need none of their own: each call seeds theirs from the caller's CPU generator and the
+# Replicas need none of their own. Each call seeds theirs from the caller's CPU generator and the
 # index of the replica, see Note [Random numbers in replicas] in dataparallel/threads/random.py.
 
 

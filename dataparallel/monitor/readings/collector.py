@@ -105,9 +105,9 @@ class Collector:
             tag: A name that was given to :meth:`tag`.
 
         Returns:
-            Under names such as ``train/cuda:0/memory_used_bytes/max`` the mean, the minimum and the
-            maximum of each metric of each device, and of what only grows, such as energy and
-            errors, the ``increase``. Nothing if nothing was read since.
+            The mean, the minimum and the maximum of each metric of each device, under names such as
+            ``train/cuda:0/memory_used_bytes/max``. Metrics that only grow, such as energy and
+            errors, have the ``increase``. Nothing if nothing was read since.
 
         Raises:
             ValueError: There was no such tag.

@@ -64,8 +64,8 @@ def usable_processors(
 ) -> Processors:
     """Return the processors that this process, or the container in which it is, can use.
 
-    Under a quota of time busy is what the container has computed; where only some processors may be
-    used, busy is what is done on these, by whomever. ``root`` is where ``proc`` and ``sys`` are.
+    Under a quota of time, busy is the time that the container has computed. If only some processors
+    may be used, busy is the work on these, by whomever. ``root`` is where ``proc`` and ``sys`` are.
     """
     everything = count or psutil.cpu_count() or 1
     if affinity is None:

@@ -1,7 +1,7 @@
 """Torch's names of devices: CUDA_VISIBLE_DEVICES, without a context of CUDA.
 
 NVML lists all devices, in the order of the bus. Torch sees those that CUDA_VISIBLE_DEVICES names,
-in its order; numbers in it count in the order of CUDA, which is by speed unless CUDA_DEVICE_ORDER
+in its order. Numbers in it count in the order of CUDA, which is by speed unless CUDA_DEVICE_ORDER
 is PCI_BUS_ID. With devices of one kind the two orders are the same. This file finds the names that
 a program would use if it were started with this environment. A run that is attached tells the
 identities of its devices, and then nothing has to be found.
