@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# What a reducer imports: once, and not in each child.
+# The imports of a reducer come once, and not in each child.
 import torch.fx.experimental.symbolic_shapes
 from torch import nn
 from torch._C._distributed_c10d import FileStore
