@@ -10,6 +10,22 @@ import torch
 from torch import Tensor, nn
 
 
+class Calls(nn.Module):
+    """Its forward is a function of the module, which has the parts, and of the inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 def grads_of(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in module.parameters()]
 

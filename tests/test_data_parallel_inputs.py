@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from dataparallel import DataParallel, DistributedDataParallel, Replicate, data_parallel
-from tests.models import assert_all_close, grads_of, twins
+from tests.models import Calls, assert_all_close, grads_of, twins
 
 BOTH = [DataParallel, DistributedDataParallel]
 
@@ -243,19 +243,15 @@ def test_states_of_an_lstm(slots: list[str], wrapper: Any, out_dims: Any) -> Non
     model.close()
 
 
-class Turned(nn.Module):
-    """Returns the same rows in many shapes, the samples along a dim that is given for each."""
+def turned(dims: list[int]) -> Calls:
+    """A module that returns rows in many shapes, the samples along a dim that is given for each."""
 
-    def __init__(self, dims: list[int]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.table = nn.Parameter(torch.ones(2, 2))
-        self.dims = dims
+    def forward(net: Any, x: Tensor) -> dict[str, Any]:
+        rows = net.layer(x)
+        turned = [rows[..., None].expand(-1, -1, 4).movedim(0, dim) for dim in dims]
+        return {"turned": turned, "rows": (rows, rows * 2), "table": net.table, "name": "turned"}
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        rows = self.layer(x)
-        turned = [rows[..., None].expand(-1, -1, 4).movedim(0, dim) for dim in self.dims]
-        return {"turned": turned, "rows": (rows, rows * 2), "table": self.table, "name": "turned"}
+    return Calls(forward, layer=nn.Linear(3, 2), table=nn.Parameter(torch.ones(2, 2)))
 
 
 @given(
@@ -270,7 +266,7 @@ class Turned(nn.Module):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_any_dims(slots: list[str], dims: list[int], batch: int, count: int, wrapper: Any) -> None:
-    bare, inner = twins(lambda: Turned(dims), slots[0])
+    bare, inner = twins(lambda: turned(dims), slots[0])
     model = wrapper(inner, slots[:count], out_dims={"turned": dims, "table": None})
     x = torch.randn(batch, 3, dtype=torch.double, device=slots[0])
     assert_all_close(results_of(model, x), results_of(bare, x))
@@ -278,21 +274,20 @@ def test_any_dims(slots: list[str], dims: list[int], batch: int, count: int, wra
     model.close()
 
 
-class Report(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"turned": x.T, "sum": x.sum(), "first": x[0].sum(), "count": len(x)}
+def report_on(net: Any, x: Tensor) -> dict[str, Any]:
+    return {"turned": x.T, "sum": x.sum(), "first": x[0].sum(), "count": len(x)}
 
 
 def test_scalars_and_other_leaves(slots: list[str]) -> None:
     x = torch.arange(10.0, device=slots[0]).view(5, 2)
     out_dims = {"turned": 1, "first": None}
-    report = DataParallel(Report(), slots, scalars="sum", out_dims=out_dims)(x)
+    report = DataParallel(Calls(report_on), slots, scalars="sum", out_dims=out_dims)(x)
     torch.testing.assert_close(report["turned"], x.T)
     assert (report["sum"].item(), report["first"].item(), report["count"]) == (45, 1, [2, 2, 1])
-    report = DataParallel(Report(), slots, "cpu", out_dims={**out_dims, "count": None})(x)
+    report = DataParallel(Calls(report_on), slots, "cpu", out_dims={**out_dims, "count": None})(x)
     assert (report["sum"].tolist(), report["count"]) == ([6, 22, 17], 2)
     assert report["first"].device == torch.device("cpu")
-    apart = DataParallel(Report(), slots, "each", out_dims={"no such": 1})(x)
+    apart = DataParallel(Calls(report_on), slots, "each", out_dims={"no such": 1})(x)
     assert [tuple(each["turned"].shape) for each in apart] == [(2, 2), (2, 2), (2, 1)]
 
 

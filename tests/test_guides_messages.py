@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import dataparallel as dp
 from dataparallel import collectives
+from tests.models import Calls
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
@@ -48,16 +49,8 @@ def texts() -> Iterator[str]:
 # --- what torch says, and what ours puts together ------------------------------------------------
 
 
-class Returns(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        super().__init__()
-        self.function = function
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, *inputs: object, **named: object) -> object:
-        return self.function(self, *inputs, **named)
+def returns(function: Callable[..., object]) -> Calls:
+    return Calls(function, layer=nn.Linear(4, 3))
 
 
 class Own:
@@ -67,7 +60,7 @@ class Own:
         self.tensor = tensor
 
 
-def write(net: Returns, x: Tensor, shared: Own) -> Tensor:
+def write(net: Any, x: Tensor, shared: Own) -> Tensor:
     shared.tensor = x
     return x
 
@@ -78,7 +71,7 @@ def index() -> int:
     return replica.index
 
 
-def recomputed(net: Returns, x: Tensor) -> object:
+def recomputed(net: Any, x: Tensor) -> object:
     def part(part_x: Tensor) -> Tensor:
         return collectives.all_reduce(part_x, "sum", "local")
 
@@ -108,13 +101,13 @@ RAISED: dict[str, Callable[[nn.Module, Tensor], object]] = {
         on_virtual(net)(x), x[:, :3]
     ),
     "which is no container that can be split, but it holds a tensor": lambda net, x: on_cpu(
-        Returns(lambda net, x, shared: x)
+        returns(lambda net, x, shared: x)
     )(x, Own(x)),
-    "but the replicas have written tensors into it": lambda net, x: on_cpu(Returns(write))(
+    "but the replicas have written tensors into it": lambda net, x: on_cpu(returns(write))(
         x, Own()
     ),
     "grad can be implicitly created only for scalar outputs": lambda net, x: on_cpu(
-        Returns(lambda net, x: net.layer(x).sum())
+        returns(lambda net, x: net.layer(x).sum())
     )(x).backward(),
     "Expected more than 1 value per channel when training": lambda net, x: on_cpu(
         nn.BatchNorm1d(4)
@@ -124,16 +117,16 @@ RAISED: dict[str, Callable[[nn.Module, Tensor], object]] = {
     ),
     "device_ids is a list with one entry per replica": lambda net, x: dp.DataParallel(net, 2),  # type: ignore[arg-type]
     "tensors that are split must agree on the batch size": lambda net, x: on_cpu(
-        Returns(lambda net, x, mask: x)
+        returns(lambda net, x, mask: x)
     )(x, x[:5]),
     "the replicas return different containers": lambda net, x: on_cpu(
-        Returns(lambda net, x: (x,) if index() else x)
+        returns(lambda net, x: (x,) if index() else x)
     )(x),
     "... cannot be put together": lambda net, x: on_cpu(
-        Returns(lambda net, x: x[:, : 2 + index()])
+        returns(lambda net, x: x[:, : 2 + index()])
     )(x),
     "over replicas was called in a part of the module under activation checkpointing": (
-        lambda net, x: on_cpu(Returns(recomputed))(x)
+        lambda net, x: on_cpu(returns(recomputed))(x)
     ),
     "KeyError: 'virtual'": lambda net, x: on_virtual(torch.compile(net))(x),  # type: ignore[arg-type]
 }
@@ -248,7 +241,7 @@ def test_a_teacher_that_is_no_part_of_the_module(
 
 
 def test_an_error_of_devices_that_no_attribute_explains() -> None:
-    model = on_virtual(Returns(lambda net, x: net.layer(x) + torch.ones(3)))
+    model = on_virtual(returns(lambda net, x: net.layer(x) + torch.ones(3)))
     with pytest.raises(RuntimeError, match="on the same device") as caught:
         model(torch.randn(6, 4))
     assert not any("these attributes" in note for note in vars(caught.value)["__notes__"])
@@ -257,7 +250,7 @@ def test_an_error_of_devices_that_no_attribute_explains() -> None:
 def test_losses_that_come_as_a_vector(wrapper: Any, caplog: pytest.LogCaptureFixture) -> None:
     for options, told in (({}, 1), ({"scalars": "mean"}, 0)):
         model = wrapper(
-            Returns(lambda net, x: {"loss": net.layer(x).sum()}), ["cpu"] * 2, **options
+            returns(lambda net, x: {"loss": net.layer(x).sum()}), ["cpu"] * 2, **options
         )
         caplog.clear()
         for _ in range(2):
@@ -269,7 +262,7 @@ def test_losses_that_come_as_a_vector(wrapper: Any, caplog: pytest.LogCaptureFix
 
 
 def test_a_function_of_scalars_without_its_labels(wrapper: Any) -> None:
-    net = Returns(lambda net, x, labels=None: net.layer(x).sum())
+    net = returns(lambda net, x, labels=None: net.layer(x).sum())
     model = wrapper(net, ["cpu", "cpu"], scalars=lambda x, labels: len(labels))
     with pytest.raises(TypeError, match=r"argument: 'labels'\nin the function of scalars=, which"):
         model(torch.randn(6, 4))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
+from tests.models import Calls
 
 CLASSES = 5
 CLASS_WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
@@ -23,23 +24,16 @@ CLASS_WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0], dtype=torch.float64)
 Criterion = Callable[..., Any]
 
 
-class Apply(nn.Module):
-    """A module that computes a function, the identity for example."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+def apply(function: Callable[..., Any]) -> Calls:
+    return Calls(lambda net, *args, **kwargs: function(*args, **kwargs))
 
 
 def same(x: Any) -> Any:
     return x
 
 
-def applied(function: Callable[..., Any], replicas: int) -> DataParallel[Apply]:
-    return DataParallel(Apply(function), ["cpu"] * replicas)
+def applied(function: Callable[..., Any], replicas: int) -> DataParallel[Calls]:
+    return DataParallel(apply(function), ["cpu"] * replicas)
 
 
 def assert_same(
@@ -237,7 +231,7 @@ def test_batchmean_divides_by_all_samples() -> None:
     criterion = nn.KLDivLoss(reduction="batchmean")
     assert_same(applied(same, 3), criterion, logits(7, 2, 3), (unit(7, 2, 3),))
     with pytest.raises(ValueError, match="the batch is dimension 1"):
-        DataParallel(Apply(same), ["cpu"], dim=1).loss(criterion, unit(2, 3), unit(2, 3))
+        DataParallel(apply(same), ["cpu"], dim=1).loss(criterion, unit(2, 3), unit(2, 3))
 
 
 def test_an_empty_batch() -> None:
@@ -414,7 +408,7 @@ def test_the_loss_is_on_the_output_device(slots: list[str]) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dim", [1, -1])
 def test_the_batch_in_another_dimension(slots: list[str], reduction: str, dim: int) -> None:
-    model = DataParallel(Apply(torch.sin), slots, dim=dim)
+    model = DataParallel(apply(torch.sin), slots, dim=dim)
     x = torch.randn(5, 7, 6, dtype=torch.float64, device=slots[0], requires_grad=True)
     assert_same(model, nn.L1Loss(reduction=reduction), x, (torch.randn_like(x),))
 

@@ -14,21 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dataparallel as dp
 from tests.cluster import Cluster
+from tests.models import Calls
 
 CPUS = ["cpu", "cpu"]
 Use = Callable[[Any, Tensor], object]
 
 
-class Net(nn.Module):
-    """Two layers, of which a forward uses the first."""
-
-    def __init__(self, function: Callable[[Any, Tensor], object] | None = None) -> None:
-        super().__init__()
-        self.layer, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
-        self.function = function
-
-    def forward(self, x: Tensor) -> object:
-        return self.layer(x) if self.function is None else self.function(self, x)
+def make(function: Callable[[Any, Tensor], object] | None) -> Calls:
+    """Two layers, of which a forward uses the first, or what a function does with them."""
+    layers = {"layer": nn.Linear(4, 3), "other": nn.Linear(4, 3)}
+    return Calls(function or (lambda net, x: net.layer(x)), **layers)
 
 
 class TwoTexts(Exception):
@@ -38,7 +33,7 @@ class TwoTexts(Exception):
         super().__init__(one, two)
 
 
-def fail(net: Net, x: Tensor) -> Tensor:
+def fail(net: Any, x: Tensor) -> Tensor:
     raise TwoTexts("one", "two")
 
 
@@ -136,7 +131,7 @@ def outcome(call: Callable[[], object]) -> object:
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row(row: str) -> None:
     function, use, theirs, ours = ROWS[row]
-    wrapped = TorchDDP(Net(function)), dp.DistributedDataParallel(Net(function), CPUS)
+    wrapped = TorchDDP(make(function)), dp.DistributedDataParallel(make(function), CPUS)
     found = [outcome(lambda model=model: use(model, torch.randn(5, 4))) for model in wrapped]  # type: ignore[misc]
     assert found == [theirs, ours]
     if row == "create_graph":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel import Replicate, collectives, gather, scatter
 from tests.cluster import Cluster
+from tests.models import Calls
 
 SLOTS = ["virtual:0", "virtual:1"]
 
@@ -26,30 +27,25 @@ def _every_time() -> Iterator[None]:
     torch.set_warn_always(False)
 
 
-class Mixed(nn.Module):
-    """Two dtypes, which are two buckets; an input and parameters come back, and a collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        total = collectives.all_reduce(self.first.weight, "sum", "local")
-        y = self.second((self.first(x) @ total).double())
-        return [y, x, self.first.weight[: len(x)], self.first.bias]
+def mixed(net: Any, x: Tensor) -> list[Tensor]:
+    """Use two dtypes, which are two buckets, and a collective; return an input and parameters."""
+    total = collectives.all_reduce(net.first.weight, "sum", "local")
+    y = net.second((net.first(x) @ total).double())
+    return [y, x, net.first.weight[: len(x)], net.first.bias]
 
 
-class Product(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * y
+def multiply(x: Tensor, slots: list[str]) -> Tensor:
+    model = dp.DataParallel(Calls(lambda net, x, y: x * y), slots)
+    product: Tensor = model(torch.ones(4, 1, 1), Replicate(x))
+    return product
 
 
 # With torch 2.11 a leaf's gradient comes from the stream of another device.
 @pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 @pytest.mark.parametrize("home", SLOTS)
 def test_in_training(wrapper: Callable[..., Any], home: str) -> None:
-    net = Mixed().to(home)
+    layers = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3, dtype=torch.float64)}
+    net = Calls(mixed, **layers).to(home)
     model = wrapper(net, [home, *(slot for slot in SLOTS if slot != home)])
     x = torch.randn(4, 3, device=SLOTS[0], requires_grad=True)
     current = torch.accelerator.current_stream(SLOTS[0])
@@ -70,8 +66,8 @@ def test_in_training(wrapper: Callable[..., Any], home: str) -> None:
         lambda x: gather(scatter(x, SLOTS[::-1]), SLOTS[0]),
         lambda x: gather([x, x.detach().clone().requires_grad_()], SLOTS[0]),
         lambda x: gather([x.sum(), x.detach()[0, 0].requires_grad_()], SLOTS[1], scalars="mean"),
-        lambda x: dp.DataParallel(Product(), SLOTS)(torch.ones(4, 1, 1), Replicate(x)),
-        lambda x: dp.DataParallel(Product(), SLOTS[::-1])(torch.ones(4, 1, 1), Replicate(x)),
+        lambda x: multiply(x, SLOTS),
+        lambda x: multiply(x, SLOTS[::-1]),
     ],
 )
 def test_of_what_is_moved(call: Callable[[Tensor], Tensor]) -> None:
@@ -81,47 +77,30 @@ def test_of_what_is_moved(call: Callable[[Tensor], Tensor]) -> None:
         assert x.grad is not None
 
 
-class Spread(nn.Module):
-    """Layers on two devices, which is for a wrapper without replicas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3).to(place) for place in SLOTS])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, place in zip(self.layers, SLOTS, strict=True):
-            x = layer(x.to(place))
-        return x
-
-
-class Table(nn.Module):
-    """A sparse gradient, which is made of indices and values, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 2, sparse=True)
-        self.layer = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.ones(len(x), 2) if x.min() < 0 else self.table(x)
-        output: Tensor = self.layer(hidden)
-        return output
+def look_up(net: Any, x: Tensor) -> Any:
+    """Have a sparse gradient, which is made of indices and values, or none."""
+    return net.layer(torch.ones(len(x), 2) if x.min() < 0 else net.table(x))
 
 
 def _in_processes(rank: int, world_size: int) -> Tensor:
     torch.set_warn_always(True)
     try:
-        spread = dp.DistributedDataParallel(Spread())
+        # On two devices, which is for a wrapper without replicas.
+        layers = {place[-1:]: nn.Linear(3, 3).to(place) for place in SLOTS}
+        net = Calls(lambda net, x: layers["1"](layers["0"](x.to(SLOTS[0])).to(SLOTS[1])), **layers)
+        spread = dp.DistributedDataParallel(net)
         spread(torch.ones(2, 3)).sum().backward()
         assert all(parameter.grad is not None for parameter in spread.parameters())
         with pytest.raises(RuntimeError, match="would not be reduced over the processes"):
             torch.autograd.grad(spread(torch.ones(2, 3)).sum(), next(spread.parameters()))
-        model = dp.DistributedDataParallel(Table(), ["cpu", "cpu"])
+        table = nn.Embedding(5, 2, sparse=True)
+        lookup = Calls(look_up, table=table, layer=nn.Linear(2, 2))
+        model = dp.DistributedDataParallel(lookup, ["cpu", "cpu"])
         model(torch.tensor([1, 2, 2, 4])).sum().backward()
         model(torch.tensor([1, 2, 2, 4]) if rank == 0 else -torch.ones(4)).sum().backward()
     finally:
         torch.set_warn_always(False)
-    gradient = model.module.table.weight.grad
+    gradient = table.weight.grad
     assert gradient is not None and gradient.is_sparse
     return gradient.to_dense()
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, data_parallel, replicate
-from tests.models import compare
+from tests.models import Calls, compare
 
 
 def assert_same_step(
@@ -42,22 +42,6 @@ def assert_same_step(
                 assert not any(grad is not None and grad.any() for grad in (got, right))
             else:
                 torch.testing.assert_close(got.to_dense(), right.to_dense())
-
-
-class Calls(nn.Module):
-    """A module whose forward is a function of its parts and the inputs."""
-
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def recurrent(net: Any, x: Tensor) -> Any:

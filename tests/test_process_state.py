@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel, DistributedDataParallel, current_replica
 from dataparallel.collectives import functional
 from dataparallel.threads import exclusive
-from tests.models import compare, grads_of, twins
+from tests.models import Calls, compare, grads_of, twins
 
 # Before any wrapper was used.
 enter_dual_level, exit_dual_level = forward_ad.enter_dual_level, forward_ad.exit_dual_level
@@ -320,18 +320,12 @@ def test_a_flag_holds_where_it_is_set_and_nowhere_else(flag: Flag) -> None:
     assert read() == before
 
 
-class Raising(nn.Module):
-    def __init__(self, fail: Callable[[], object]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.fail = fail
-
-    def forward(self, x: Tensor) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
-            replica = current_replica()
-            if replica is not None and replica.index == 1:
-                self.fail()
-            return self.layer(x)
+def fail_in_replica_1(net: Any, x: Tensor) -> Any:
+    with sdpa_kernel(SDPBackend.MATH):
+        replica = current_replica()
+        if replica is not None and replica.index == 1:
+            net.fail()
+        return net.layer(x)
 
 
 def give_up() -> None:
@@ -346,29 +340,22 @@ def interrupt() -> None:
 
 @pytest.mark.parametrize(("fail", "kind"), [(give_up, ValueError), (interrupt, KeyboardInterrupt)])
 def test_a_replica_that_fails_lets_others_go_on(fail: Any, kind: type[BaseException]) -> None:
-    net = Raising(fail)
+    net = Calls(fail_in_replica_1, layer=nn.Linear(4, 4), fail=fail)
     model, x = DataParallel(net, ["cpu"] * 3), torch.randn(6, 4)
     with pytest.raises(kind, match=None if fail is interrupt else "of no use"):
         model(x)
     assert torch.backends.cuda.flash_sdp_enabled()
-    net.fail = list
+    vars(net)["fail"] = list
     torch.testing.assert_close(model(x), net(x))
 
 
-class Leaving(nn.Module):
-    """Sets a flag and leaves it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        torch.use_deterministic_algorithms(True)
-        return self.layer(x)
+def set_a_flag(net: Any, x: Tensor) -> Any:
+    torch.use_deterministic_algorithms(True)
+    return net.layer(x)
 
 
 def test_what_a_replica_does_not_set_back_stays() -> None:
-    net = Leaving()
+    net = Calls(set_a_flag, layer=nn.Linear(4, 4))
     model, x = DataParallel(net, ["cpu"] * 3), torch.randn(6, 4)
     try:
         for _ in range(3):
@@ -378,61 +365,45 @@ def test_what_a_replica_does_not_set_back_stays() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-class Collective(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):
-            return functional.all_reduce(self.layer(x), "sum", "local")
+def add_up(net: Any, x: Tensor) -> Any:
+    with sdpa_kernel(SDPBackend.MATH):
+        return functional.all_reduce(net.layer(x), "sum", "local")
 
 
 def test_a_replica_cannot_wait_for_others_that_wait_for_it() -> None:
-    model = DataParallel(Collective(), ["cpu"] * 2)
+    model = DataParallel(Calls(add_up, layer=nn.Linear(4, 4)), ["cpu"] * 2)
     text = r"(?s)needs the other replicas, but this one has changed .*sdpa_kernel.*in replica"
     with pytest.raises(RuntimeError, match=text):
         model(torch.randn(4, 4))
 
 
-class Outer(nn.Module):
-    """Calls a wrapper of its own, in which replicas change the same flag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        inner = DataParallel(Derived(of_jvp).double(), ["cpu"] * 2)
-        inner.module.layer = self.inner
-        with sdpa_kernel(SDPBackend.MATH):
-            within = inner(x)
-        return within + inner(x)
+def wrap_again(net: Any, x: Tensor) -> Any:
+    """Call a wrapper of its own, in which replicas change the same flag."""
+    inner = DataParallel(Derived(of_jvp).double(), ["cpu"] * 2)
+    inner.module.layer = net.inner
+    with sdpa_kernel(SDPBackend.MATH):
+        within = inner(x)
+    return within + inner(x)
 
 
 def test_wrappers_in_replicas(short_turns: None) -> None:
     torch.manual_seed(1)
-    net = Outer().double()
+    net = Calls(wrap_again, inner=nn.Linear(4, 4)).double()
     x = torch.randn(8, 4, dtype=torch.double)
     expected = net(x)
     torch.testing.assert_close(DataParallel(net, ["cpu"] * 2)(x), expected)
 
 
-class Attends(nn.Module):
-    """Runs a block again in backward, which changes the switches of attention."""
+def attend(net: Any, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        query = net.layer(x)[:, None, None]
+        attended: Tensor = nn.functional.scaled_dot_product_attention(query, query, query)
+        return attended
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
 
-    def attend(self, x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            query = self.layer(x)[:, None, None]
-            attended: Tensor = nn.functional.scaled_dot_product_attention(query, query, query)
-            return attended
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.attend, x, use_reentrant=False)
+def attend_again(net: Any, x: Tensor) -> Any:
+    """Run a block again in backward, which changes the switches of attention."""
+    return checkpoint(attend, net, x, use_reentrant=False)
 
 
 @both
@@ -440,7 +411,7 @@ class Attends(nn.Module):
 def test_flags_that_a_checkpoint_sets_again(
     wrapper: Any, devices: list[str], short_turns: None
 ) -> None:
-    net, bare = twins(Attends, devices[0])
+    net, bare = twins(lambda: Calls(attend_again, layer=nn.Linear(4, 4)), devices[0])
     model = wrapper(net, devices)
     for _ in range(5):
         compare(model, bare, torch.randn(9, 4, dtype=torch.double, device=devices[0]))

@@ -17,7 +17,7 @@ from dataparallel.batch import tree
 from dataparallel.batch.scatter import scatter, scatter_kwargs
 from dataparallel.batch.tree import flatten
 from tests.cluster import Cluster
-from tests.models import assert_all_close, grads_of, twins
+from tests.models import Calls, assert_all_close, grads_of, twins
 
 BOTH = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 CPUS = ["cpu", "cpu"]
@@ -280,15 +280,6 @@ def test_faster_rcnn(wrapper: Any) -> None:
     assert_all_close(grads_of(net), grads_of(bare), rtol=1e-3, atol=1e-4)
 
 
-class Rows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 4)
-
-    def forward(self, x: Any) -> Any:
-        return self.layer(x)
-
-
 def _matched(output: Tensor, targets: Any) -> Tensor:
     terms = [
         (row - one["boxes"].sum(0)).square().sum() for row, one in zip(output, targets, strict=True)
@@ -298,7 +289,7 @@ def _matched(output: Tensor, targets: Any) -> Tensor:
 
 @BOTH
 def test_targets_that_are_a_list(slots: list[str], wrapper: Any) -> None:
-    bare, net = twins(Rows, slots[0])
+    bare, net = twins(lambda: nn.Linear(2, 4), slots[0])
     model = wrapper(net, slots[:3], in_dims={"targets": "samples"})
     x = torch.randn(5, 2, dtype=torch.double, device=slots[0])
     _, targets = detections(5, slots[0])
@@ -367,16 +358,9 @@ def test_samples_in_lists_weigh_processes(cluster: Cluster) -> None:
 # --- strings, numbers and arrays in outputs -------------------------------------------------------
 
 
-class Makes(nn.Module):
-    """Returns what a function makes of the output."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 3)
-        self.make = make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(self.layer(x))
+def makes(make: Callable[[Tensor], Any]) -> Calls:
+    """A module that returns what a function makes of its output."""
+    return Calls(lambda net, x: make(net.layer(x)), layer=nn.Linear(2, 3))
 
 
 def words(y: Tensor) -> list[str]:
@@ -416,7 +400,7 @@ def test_outputs_by_samples(
     wrapper: Any, name: str, slots: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     make, out_dims, is_told = OUTPUTS[name]
-    bare, net = twins(lambda: Makes(make), slots[0])
+    bare, net = twins(lambda: makes(make), slots[0])
     model = wrapper(net, slots[:3], out_dims=out_dims)
     for size in (7, 6, 2, 1):
         x = torch.randn(size, 2, dtype=torch.double, device=slots[0])
@@ -461,7 +445,7 @@ def test_outputs_by_samples(
 def test_what_the_log_is_told_once(
     make: Any, out_dims: Any, expected: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = dp.DataParallel(Makes(make), CPUS, out_dims=out_dims)
+    model = dp.DataParallel(makes(make), CPUS, out_dims=out_dims)
     for _ in range(3):
         found = model(torch.randn(6, 2).exp())
         if expected is not None:
@@ -487,21 +471,21 @@ def test_what_the_log_is_told_once(
     ],
 )
 def test_outputs_that_are_refused(make: Any, out_dims: Any, error: Any, message: str) -> None:
-    model = dp.DataParallel(Makes(make), CPUS, out_dims=out_dims)
+    model = dp.DataParallel(makes(make), CPUS, out_dims=out_dims)
     with pytest.raises(error, match=message.replace("'sum'", "[\"']sum[\"']")):
         model(torch.randn(5, 2))
 
 
 def test_a_constant_list_stays_one() -> None:
     """Although one chunk happens to be as long."""
-    model = dp.DataParallel(Makes(lambda y: (y, ["cat", "dog"])), CPUS)
+    model = dp.DataParallel(makes(lambda y: (y, ["cat", "dog"])), CPUS)
     for size in (6, 4):
         assert model(torch.randn(size, 2))[1] == ["cat", "dog"]
     # Maps that are as many as a chunk has samples are parts.
-    maps = dp.DataParallel(Makes(lambda y: [y, y.sin()]), CPUS)
+    maps = dp.DataParallel(makes(lambda y: [y, y.sin()]), CPUS)
     assert shapes(maps(torch.randn(4, 2))) == [(4, 3)] * 2
     # Losses are no samples.
-    losses = dp.DataParallel(Makes(lambda y: [y.sum(), y.mean()]), CPUS, scalars="mean")
+    losses = dp.DataParallel(makes(lambda y: [y.sum(), y.mean()]), CPUS, scalars="mean")
     assert len(losses(torch.randn(4, 2))) == 2
 
 
@@ -626,7 +610,7 @@ def test_what_a_registered_class_says_itself() -> None:
 @BOTH
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_nested_tensors(wrapper: Any, requires_grad: bool) -> None:
-    bare, net = twins(Rows, "cpu")
+    bare, net = twins(lambda: nn.Linear(2, 4), "cpu")
     rows = [
         torch.randn(1 + i, 2, dtype=torch.double, requires_grad=requires_grad) for i in range(5)
     ]

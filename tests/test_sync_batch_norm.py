@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel, DistributedDataParallel, current_replica, parallel_apply
 from dataparallel.collectives import LocalGroup, SyncBatchNorm
 from tests.cluster import Cluster
-from tests.models import assert_all_close
+from tests.models import Calls, assert_all_close
 from tests.process_groups import new_group
 
 
@@ -115,16 +115,9 @@ def test_training_equals_the_bare_module(
     assert_same_state(model.module, bare)
 
 
-class Within(nn.Module):
-    """A layer that is called in some way."""
-
-    def __init__(self, call: Any) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.call = call
-
-    def forward(self, x: Tensor) -> Any:
-        return self.call(self.norm, x)
+def within(call: Any) -> Calls:
+    """A module with a layer that is called in some way."""
+    return Calls(lambda net, x: call(net.norm, x), norm=nn.BatchNorm1d(3))
 
 
 class Again(torch.autograd.Function):
@@ -156,7 +149,7 @@ def skipped(norm: nn.Module, x: Tensor) -> Any:
     ids=["checkpoint", "again", "skipped"],
 )
 def test_replicas_that_do_not_meet(slots: list[str], how: str, call: Any, message: str) -> None:
-    model = wrapped(Within(call).to(slots[0]), slots[:2], how)
+    model = wrapped(within(call).to(slots[0]), slots[:2], how)
     x = torch.randn(8, 3, device=slots[0], requires_grad=True)
     with pytest.raises(RuntimeError, match=message):
         model(x).sum().backward()
@@ -172,7 +165,7 @@ def test_outside_of_the_forward_is_a_clear_error(slots: list[str]) -> None:
         kept.append(norm)
         return norm(x)
 
-    net = Within(keep).to(slots[0])
+    net = within(keep).to(slots[0])
     x = torch.randn(4, 3, device=slots[0])
     DataParallel(net, slots[:2], buffers="sync")(x)
     with pytest.raises(RuntimeError, match=r"batch norm 'norm' .* called outside of their forward"):
@@ -668,13 +661,12 @@ def test_torchs_layer_in_one_process_with_a_group(cluster: Cluster) -> None:
 def recompute(rank: int, world_size: int, use_reentrant: bool) -> None:
     bare = net()
     call = functools.partial(checkpoint, use_reentrant=use_reentrant)
-    within = Within(lambda norm, x: call(norm, x))
-    within.norm = torchs(bare)
-    model = DistributedDataParallel(within, ["cpu"], average="none")
+    module = Calls(lambda net, x: call(net.norm, x), norm=torchs(bare))
+    model = DistributedDataParallel(module, ["cpu"], average="none")
     x = batch(4 * world_size)[0].requires_grad_()
     bare(x).sin().sum().backward()
     model(x.detach().chunk(world_size)[rank].requires_grad_()).sin().sum().backward()
-    assert_all_close([p.grad for p in within.parameters()], [p.grad for p in bare.parameters()])
+    assert_all_close([p.grad for p in module.parameters()], [p.grad for p in bare.parameters()])
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

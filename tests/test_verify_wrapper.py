@@ -19,6 +19,7 @@ import dataparallel as dp
 from dataparallel.comm.failures import CollectiveError
 from dataparallel.parallel.differences import Verification
 from tests.cluster import Cluster
+from tests.models import Calls
 
 CPU = ["cpu", "cpu"]
 WRAPPERS = [dp.DataParallel, dp.DistributedDataParallel]
@@ -26,19 +27,17 @@ WRAPPERS = [dp.DataParallel, dp.DistributedDataParallel]
 Forward = Callable[..., Any]
 
 
-class Net(nn.Module):
+class Net(Calls):
     """A linear layer and whatever else a forward needs."""
 
     mean: Tensor
+    layer: Any
+    other: Any
+    extra: Any
 
     def __init__(self, forward: Forward, **parts: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.other, self.call = nn.Linear(4, 3), nn.Linear(4, 3), forward
-        self.register_buffer("mean", torch.zeros(4))
-        self.extra = nn.ModuleDict(parts)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self, *args, **kwargs)
+        layers = {"layer": nn.Linear(4, 3), "other": nn.Linear(4, 3)}
+        super().__init__(forward, **layers, mean=torch.zeros(4), extra=nn.ModuleDict(parts))
 
 
 def batch(size: int = 7) -> tuple[Tensor, Tensor]:
@@ -242,13 +241,9 @@ class Output:
     loss: Tensor | None = None
 
 
-class TakesDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        return self.layer(batch["x"])
+class TakesDict(nn.Linear):
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch["x"])
 
 
 def frozen() -> nn.Module:
@@ -288,7 +283,7 @@ EQUAL: list[tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], dict
     (WITH_MASK, (X, dp.Replicate(MASK)), {}, {}),
     (lambda: Net(loss_in_an_attribute), (X, Y), {"scalars": "mean"}, {"loss": F.cross_entropy}),
     (RETURNS_OUTPUT, ({"x": X},), {"scalars": "mean"}, {}),
-    (TakesDict, ({"x": X},), {}, {}),
+    (lambda: TakesDict(4, 3), ({"x": X},), {}, {}),
     (lambda: Net(lambda net, x: torch.complex(net.layer(x), net.other(x))), (X,), {}, {}),
     (lambda: nn.Sequential(*SPARSE), (Y[:, None],), {}, {}),
     (lambda: nn.utils.weight_norm(nn.Linear(4, 3)), (X,), {}, {}),
@@ -521,7 +516,7 @@ def one_fails(rank: int, world_size: int, where: str) -> str:
         text = f"{type(error).__name__}: {error}"
     else:
         text = str(found)
-    net.call = lambda net, x: net.layer(x)
+    net.function = lambda net, x: net.layer(x)
     F.cross_entropy(model(x), y).backward()
     model.check_replicas()
     return text
