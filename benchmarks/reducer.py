@@ -155,7 +155,7 @@ class ReducerTask(Task):
 
 
 class KnownGradients(nn.Module):
-    """Computes next to nothing: samples ``(N, 1)`` to ``(N,)``, with gradients that are known.
+    """A module that computes next to nothing: samples ``(N, 1)`` to ``(N,)``, with known gradients.
 
     Each parameter, which is zero, has a node of its own in the graph. So gradients arrive one by
     one, the last parameter's first, and each in memory of its own.

@@ -53,7 +53,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class _Missing:
-    """Stands for a name that this torch lacks."""
+    """A stand-in for a name that this torch lacks."""
 
     def __init__(self, path: str) -> None:
         self._path = path

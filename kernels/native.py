@@ -1,4 +1,4 @@
-"""Compiles C++ extensions, once for each version of torch and Python, and loads them."""
+"""The compiler of C++ extensions, once for each version of torch and Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put the outputs of the replicas together, as much of each as its chunk counts.
+"""The join of the replicas' outputs, each weighted as its chunk counts.
 
 If chunk i's loss is a mean over w_i things, the batch's is sum(w_i * loss_i) / sum(w_i). w_i is the
 number of samples, or what the caller's own function says. Over processes the same holds: a process

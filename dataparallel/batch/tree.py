@@ -56,7 +56,7 @@ _Opened: TypeAlias = tuple[Sequence[Any], Sequence[Any], _Make, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """Marks an argument that goes whole to each replica.
+    """A mark on an argument that goes whole to each replica.
 
     Tensors in it are copied to each replica, and their gradients from all replicas are summed. The
     first replica on a tensor's own device gets the tensor itself; each further one costs memory.

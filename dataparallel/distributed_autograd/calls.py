@@ -365,7 +365,7 @@ class Envelope:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes tensors and torch's remote references out, wherever they are in an object."""
+    """A pickler that takes tensors and torch's remote references out of an object."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

@@ -19,7 +19,7 @@ _Groups = list[dict[str, Any]]
 
 
 class DistributedOptimizer:
-    """Runs an optimizer on every worker that owns some of the parameters.
+    """An optimizer on every worker that owns some of the parameters.
 
     A step takes the gradients of a context and leaves ``.grad`` of the parameters alone.
     Parameters without a gradient in the context stay as they are: they get no momentum or weight

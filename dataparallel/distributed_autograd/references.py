@@ -289,7 +289,7 @@ def around(reference: Any) -> RRef[Any]:
 
 
 class _Methods:
-    """Has every method that the value of a reference may have."""
+    """A proxy with every method that the value of a reference may have."""
 
     def __init__(self, call: Callable[..., Any], reference: Any, timeout: float | None) -> None:
         self.__call, self.__reference, self.__timeout = call, reference, timeout

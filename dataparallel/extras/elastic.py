@@ -147,7 +147,7 @@ def _find_place(
 
 
 class _Patience:
-    """Says who does not come: after a while in the log, and after the time limit by an error."""
+    """A watch for late processes: it names them in the log, and after the limit in an error."""
 
     def __init__(self, rank: int, world_size: int, limit: datetime.timedelta) -> None:
         self._me = f"rank {rank} of {world_size}"

@@ -139,7 +139,7 @@ class ReplicasMixin:
 
 
 class Replicas(ReplicasMixin, _strategies.SingleDeviceStrategy):  # type: ignore[misc]
-    """Trains a LightningModule on all devices of this process, as it is.
+    """A strategy that trains a LightningModule, as it is, on all devices of this process.
 
     Losses, logs, outputs and weights are those of one device. Each step runs in the replicas, each
     on its part of the batch. On the first batch the strategy finds out, by comparing, the things

@@ -1,4 +1,4 @@
-"""Watch a run from inside: which replica is in which phase, and what to do about it.
+"""A view of a run from inside: the phase of each replica, and advice.
 
 And the devices, for whoever asks: :func:`devices`, :func:`processes` and :class:`Collector`.
 """

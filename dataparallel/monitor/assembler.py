@@ -123,7 +123,7 @@ class _Step:
 
 
 class StepAssembler:
-    """Listens to a timeline and makes records of steps. See Note [Where a step ends].
+    """A listener to a timeline that makes records of steps. See Note [Where a step ends].
 
     While training goes on, spans are only kept. Records are made when somebody calls ``drain``, or
     for ``on_step``. That gets ``every`` so many at a time in the thread that begins the next
@@ -381,7 +381,7 @@ def _with_gaps(
 
 
 class _DeviceClock:
-    """Tells when events of one device happened. See Note [A device's clock]."""
+    """The times of the events of one device. See Note [A device's clock]."""
 
     def __init__(self, device: torch.device) -> None:
         synchronize(device)
@@ -402,7 +402,7 @@ class _DeviceClock:
 
 
 class OptimizerSpans:
-    """Tells a timeline when an optimizer steps a parameter of a module, or of an optimizer.
+    """Hooks that tell a timeline when an optimizer steps a parameter of a module or optimizer.
 
     Torch calls the same hooks for all optimizers; those of other modules are left out.
     """

@@ -1,4 +1,4 @@
-"""Watch runs from another process of the same user.
+"""The attachment to runs from another process of the same user.
 
 Note [Sockets of runs]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -128,7 +128,7 @@ def _state(pid: int, answer: bytes) -> RunState:
 
 
 class Publisher:
-    """Answers watchers from a thread with what ``state`` tells, None when there is no run any more.
+    """A thread that answers watchers with the result of ``state``; None when the run is over.
 
     If there can be no socket, the run goes on without it, and the log says why.
     """

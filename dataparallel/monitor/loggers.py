@@ -17,7 +17,7 @@ _PREFIX = "dataparallel/"
 
 
 class MetricsLogger:
-    """Passes metrics of steps on to a writer, each step once.
+    """A writer of the metrics of steps, each step once.
 
     The target is a ``SummaryWriter``, which has ``add_scalar``; a run of wandb, which has ``log``;
     or a logger of Lightning, which has ``log_metrics``.

@@ -1,4 +1,4 @@
-"""Tells the phases of modules that are no wrappers of this package, by hooks.
+"""The phases of modules that are no wrappers of this package, by hooks.
 
 Note [Modules that are called]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -52,7 +52,7 @@ def device_of(target: nn.Module | Optimizer) -> torch.device:
 
 
 class ModuleSpans:
-    """Tells a timeline with one replica of the forwards and backwards of a module.
+    """Hooks that tell a timeline with one replica of the forwards and backwards of a module.
 
     Or of all modules with parameters that an optimizer steps. See Note [Modules that are called].
     """
@@ -214,7 +214,7 @@ def _nothing(*arguments: Any) -> None:
 
 
 class _CompiledCall:
-    """Stands for hooks around a module that ``module.compile()`` has compiled."""
+    """A stand-in for hooks around a module that ``module.compile()`` has compiled."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ _numbers = itertools.count()
 
 
 class StepMonitor:
-    """Records in which phase each replica of a model is, step by step.
+    """A record of the phase of each replica of a model, step by step.
 
     A wrapper of this package tells the phases of its replicas itself, also where it is a part of
     something else. Hooks watch any other module, such as torch's ``DistributedDataParallel`` or

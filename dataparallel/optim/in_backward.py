@@ -105,7 +105,7 @@ def refuse_accumulation(home: GradientHome, *, synchronized: bool) -> None:
 
 
 class InBackwardOptimizers(DividedOptimizer):
-    """Steps bucket by bucket. See Note [Optimizer in backward].
+    """The optimizers that step bucket by bucket. See Note [Optimizer in backward].
 
     It is a ``torch.optim.Optimizer`` for schedulers and checkpoints. The reducer alone calls
     ``step``, and step hooks are called once per bucket: only its parameters have a gradient.

@@ -67,7 +67,7 @@ def mean_buffer(samples: Sequence[int], values: Sequence[torch.Tensor]) -> torch
 
 
 class BufferWatch:
-    """Tells the log, once each, which buffers of one module its replicas write differently.
+    """A watch that logs once which buffers of one module its replicas write differently.
 
     Many modules write through ``.data``, so values are compared: after the forwards 1, 2, 4, 8 and
     so on that train several replicas. No host waits for an accelerator: its answer is read after a

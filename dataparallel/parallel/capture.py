@@ -50,7 +50,7 @@ _MaybeTensors: TypeAlias = Sequence[torch.Tensor | None]
 
 
 class Recorder:
-    """Records the replicas of one wrapper. See Note [Recorded replicas].
+    """A recorder of the replicas of one wrapper. See Note [Recorded replicas].
 
     Args:
         leaves: The parameters of the replicas.

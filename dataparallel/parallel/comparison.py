@@ -106,7 +106,7 @@ class Generators:
 
 
 class Unknown(NamedTuple):
-    """Stands for an object that is no container, and has the tensors in it."""
+    """A stand-in for an object that is no container, with the tensors in it."""
 
     kind: str
     tensors: list[Tensor]

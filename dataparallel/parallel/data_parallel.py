@@ -91,7 +91,7 @@ class _Forward(functools.partial[Any]):
 
 
 class DataParallel(nn.DataParallel[ModuleT]):
-    """Run a module on several devices at once, each on its part of the batch.
+    """A wrapper that runs a module on several devices at once, each on its part of the batch.
 
     Outputs, gradients of any order and updates are those of the bare module on the whole batch. The
     optimizer gets the module's own parameters. There is no launcher and no process group. For code

@@ -297,7 +297,7 @@ class _NextWeight(threading.local):
 
 
 class DistributedDataParallel(DataParallel[ModuleT], Joinable):
-    """Train a module on the devices of this process, and of all processes of a group.
+    """A wrapper that trains a module on the devices of this process and of all in a group.
 
     A process may have several devices, and a single process needs no process group. The replicas
     compute with parameters of their own. While backward still runs, the reducer adds their

@@ -171,7 +171,7 @@ def _arguments(
 
 
 class _Verifier:
-    """Compares one case, and explains what differs; see the notes of this module."""
+    """The comparison of one case, and its explanation; see the notes of this module."""
 
     def __init__(self, case: Case, rtol: float | None, atol: float | None) -> None:
         self._case, self._model, self._module = case, case.model, case.model.module
@@ -530,7 +530,7 @@ def _is_better(now: Gap | None, before: Gap) -> bool:
 
 
 class _Count(NamedTuple):
-    """Counts what is not ignored in an argument of a chunk, such as labels."""
+    """A count of the entries that are not ignored in an argument of a chunk, such as labels."""
 
     name: str | int
     ignored: int

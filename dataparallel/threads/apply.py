@@ -1,4 +1,4 @@
-"""Run the replicas, each in a thread of its own: at the same time, or in turn.
+"""The run of the replicas, each in a thread of its own: at the same time, or in turn.
 
 The current stream of a device is thread-local. In a replica's thread it is made the caller's
 current stream of that device. So the caller's work before the call comes first, and its work on the

@@ -298,7 +298,7 @@ def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
 
 
 class _StandIn:
-    """Leads to the CPU generator that this thread draws from."""
+    """A stand-in that leads to the CPU generator from which this thread draws."""
 
     def __getattr__(self, name: str) -> Any:
         is_set = name in ("manual_seed", "seed", "set_state")

@@ -44,7 +44,7 @@ class SecondaryError(RuntimeError):
 
 
 class Turns:
-    """Lets the replicas of a call run one after another, each until it ends or waits for others."""
+    """The turns of a call's replicas: each runs until it ends or waits for others."""
 
     def __init__(self, num_replicas: int) -> None:
         # One event per replica, set when the replica after it may start.

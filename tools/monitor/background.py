@@ -10,7 +10,7 @@ from dataparallel.monitor.readings.sampler import Sampler
 
 
 class BackgroundSampler:
-    """Takes samples in a thread of its own, so that a driver that hangs holds nobody up.
+    """A thread that takes samples, so that a driver that hangs holds nobody up.
 
     ``use`` is called once, in that thread, with all samples as they come. At the end a reading that
     is under way has ``patience`` seconds.

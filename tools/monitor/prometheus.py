@@ -81,7 +81,7 @@ def registry_of(store: SampleStore) -> CollectorRegistry:
 
 
 class SampleCollector:
-    """Turns the latest sample of a store into metrics."""
+    """A collector that turns the latest sample of a store into metrics."""
 
     def __init__(self, store: SampleStore) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Writes samples into a recording; a disk that is full is waited for, not given up."""
+"""The writer of samples into a recording; it waits for a full disk, and does not give up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataparallel.tools.monitor.units import seconds_text
 
 
 class Recorder(logging.handlers.RotatingFileHandler):
-    """Writes samples into files of capped size, which the standard library renames when full.
+    """A writer of samples into files of capped size, which the standard library renames when full.
 
     A recording that is there is continued. ``about`` goes into the header of a new one, and
     ``tell`` is called with what a user should know now.

@@ -65,7 +65,7 @@ def check_different(recordings: Sequence[Recording]) -> None:
 
 
 class RecordingReader:
-    """Reads a recording sample by sample, as :func:`read_recording`; problems are those so far."""
+    """A reader of a recording, sample by sample, as :func:`read_recording`, with its problems."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         path = Path(path)

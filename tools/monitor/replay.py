@@ -13,7 +13,7 @@ from dataparallel.tools.monitor.recording import RecordingReader
 
 
 class Replay(Sampler):
-    """Gives the samples of a recording, as they were recorded; then it ends.
+    """The samples of a recording, as they were recorded; then it ends.
 
     It is ``speed`` times faster than the recording; with ``inf`` all come at once.
     """

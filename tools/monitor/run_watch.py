@@ -20,7 +20,7 @@ _NONE = (
 
 
 class RunWatch:
-    """Asks runs for their states, once per sample, and remembers them for the sources.
+    """A watch that asks runs for their states once per sample, and remembers them for the sources.
 
     With a ``pid`` only this process is watched; without, runs of all processes come and go.
 

@@ -30,7 +30,7 @@ class RunReading(NamedTuple):
 
 
 class SampleStore:
-    """Keeps what charts need of the last samples, and the latest one as a whole.
+    """A store for the charts of the last samples, and for the latest one as a whole.
 
     Each sample becomes text once, however many readers there are. There is room for half an hour of
     one per second.

@@ -1,4 +1,4 @@
-"""Serves the latest samples: a page, its data, and metrics of Prometheus.
+"""The server of the latest samples: a page, its data, and metrics of Prometheus.
 
 Note [Who may read]
 ~~~~~~~~~~~~~~~~~~~
@@ -69,7 +69,7 @@ class Route:
 
 
 class MonitorServer(ThreadingHTTPServer):
-    """Answers GET and HEAD at some paths. See Note [Who may read].
+    """A server that answers GET and HEAD at some paths. See Note [Who may read].
 
     Args:
         host: Name or address of the interface.
@@ -212,7 +212,7 @@ class MonitorServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """The handler of one request."""
 
     server: MonitorServer
     server_version = "dataparallel"

@@ -29,7 +29,7 @@ _PATTERN = "words, user:NAME or device:NAME; Enter keeps, Esc ends it"
 
 
 class TopApp(App[None]):
-    """Shows samples as they come, until it is told to quit.
+    """An app that shows samples as they come, until it is told to quit.
 
     Another thread adds the samples that have ``arrived``, and the first signal that is ``received``
     ends it. ``has_ended`` tells whether no more samples come; what it raises is the ``failure``.

@@ -16,7 +16,7 @@ _PREFIX = "virtual:"
 
 
 class VirtualSource:
-    """Reads the virtual devices, which exist inside one process only.
+    """A reader of the virtual devices, which exist inside one process only.
 
     It reads those of this process itself. For runs that are watched it takes their own figures, and
     adds up those of several processes. Nobody knows their load: they have no processors.

@@ -1,4 +1,4 @@
-"""Give each replica as many samples as it computes in the time of the others.
+"""The balancer: each replica gets as many samples as it computes in the time of the others.
 
 Note [Balancing is exact]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -110,7 +110,7 @@ def balance(
 
 
 class Balancer:
-    """Divides the batches of one wrapper; see :func:`balance`.
+    """A balancer for the batches of one wrapper; see :func:`balance`.
 
     Attributes:
         history: Each :class:`~dataparallel.extras.balancing.Change` of the division.

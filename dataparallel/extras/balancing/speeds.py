@@ -236,7 +236,7 @@ class Change(NamedTuple):
 
 
 class SplitDecisions:
-    """Decides from the records of steps. See Note [When chunks change].
+    """The decisions from the records of steps. See Note [When chunks change].
 
     Attributes:
         costs: By what batches are divided; None for evenly.

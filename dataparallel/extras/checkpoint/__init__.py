@@ -1,4 +1,4 @@
-"""Save and load whole trainings, with any number of processes.
+"""Checkpoints of whole trainings, with any number of processes.
 
 Example::
 

@@ -183,7 +183,7 @@ class Saving:
 
 
 class _Saver:
-    """Saves to one directory; has its lock, the memory for copies and the link to the others."""
+    """A writer to one directory, with its lock, memory for copies and the link to the others."""
 
     def __init__(self, directory: str, peers: Peers) -> None:
         self.directory, self.peers = directory, peers

@@ -77,7 +77,7 @@ _MADE |= {"array": lambda tensor: tensor.numpy(), "scalar": lambda tensor: tenso
 
 
 class Encoder:
-    """Turns values into JSON, and keeps their tensors: contiguous, each once, by name."""
+    """An encoder of values as JSON; it keeps their tensors: contiguous, each once, by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from dataparallel.errors import needs_extra
 
 
 class Memory(NamedTuple):
-    """Bytes that are in use, and that there are."""
+    """The bytes in use, and all bytes."""
 
     used: int
     total: int

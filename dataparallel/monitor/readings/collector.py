@@ -16,7 +16,7 @@ from dataparallel.monitor.readings.selection import Selection
 
 
 class Collector:
-    """Sums up what devices do while parts of a program run, each under a tag of its own.
+    """A sum of the readings while parts of a program run, each under a tag of its own.
 
     Within a tag, a thread reads the devices every ``interval`` seconds; outside of all tags nothing
     happens. It works with any training loop, with and without a :class:`StepMonitor`.

@@ -17,7 +17,7 @@ _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "so
 
 
 class CpuSource:
-    """Reads the processors and the memory of this host, or of the container if it has limits.
+    """A reader of the processors and the memory of this host, or of a container with limits.
 
     ``pids`` tells the processes to show.
     """

@@ -16,7 +16,7 @@ from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
 
 
 class HostReader:
-    """Reads the processors and the memory that can be used here, and the threads of processes.
+    """A reader of the usable processors and memory, and of the threads of processes.
 
     ``processes`` tells these processes, and what is put before the names of their threads.
     """

@@ -78,7 +78,7 @@ def processes() -> list[ProcessReading]:
 
 
 class Machine:
-    """Reads all devices, not more often than they have something new to tell."""
+    """A reader of all devices, which reads no more often than there is something new."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from dataparallel.monitor.readings.visible_devices import Identity
 
 
 class WholeDevice:
-    """Reads a device that answers; the handle is what NVML wants to be given."""
+    """A reader of a device that answers; the handle is NVML's."""
 
     def __init__(self, query: Query, handle: Any) -> None:
         self.handle = handle
@@ -52,7 +52,7 @@ class WholeDevice:
 
 
 class Instance:
-    """Reads a MIG instance; made anew, it has its identity again but another address."""
+    """A reader of a MIG instance; made anew, it has its identity again but another address."""
 
     def __init__(self, query: Query, parent: Any, handle: Any) -> None:
         self.name = str(query("nvmlDeviceGetName", handle) or "MIG instance")

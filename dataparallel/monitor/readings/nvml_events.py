@@ -13,7 +13,7 @@ _MOST = 256
 
 
 class XidEvents:
-    """Counts the errors that devices report by themselves, from its beginning on.
+    """A count, from its beginning on, of the errors that devices report by themselves.
 
     They are kept over :meth:`close`, since a device that reports one is often lost afterwards.
     """

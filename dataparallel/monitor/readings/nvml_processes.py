@@ -33,7 +33,7 @@ def sees_host_processes(read_link: Callable[[str], str] = os.readlink) -> bool:
 
 
 class Processes:
-    """Reads the processes on one device or MIG instance."""
+    """A reader of the processes on one device or MIG instance."""
 
     def __init__(self, query: Query, handle: Any) -> None:
         self._query = query

@@ -34,7 +34,7 @@ def address(handle: Any) -> int | None:
 
 
 class Query:
-    """Asks NVML, and knows three sorts of failures: not available, lost, and nothing at all.
+    """A caller of NVML; it knows three sorts of failures: not available, lost, nothing at all.
 
     Opening NVML creates no CUDA context. It counts who has opened it, so that others in this
     process who use it too are not disturbed.

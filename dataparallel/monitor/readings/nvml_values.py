@@ -131,7 +131,7 @@ _ENTRIES = (
 
 
 class NumberedFields:
-    """Reads the numbered fields of a device with one call.
+    """A reader of the numbered fields of a device, in one call.
 
     Traffic is told by counters that only grow; it is how much they have grown since they were read
     before. The function that tells it directly measures for 20 ms while the caller waits, twice
@@ -199,7 +199,7 @@ _METRICS: dict[int, tuple[str, int, int]] = {
 
 
 class Gpm:
-    """Reads the performance metrics of a device or of a MIG instance; Hopper and newer have them.
+    """A reader of the performance metrics of a device or MIG instance; Hopper and newer have them.
 
     They come from two samples, between which the driver counts. Unlike the counters of profilers
     they can be read by several programs at once. The handle is that of the whole device, also where

@@ -24,7 +24,7 @@ _LONGEST_INTERVAL = 86400.0
 
 
 class Sampler:
-    """Takes samples at regular times, by a clock that never goes backwards.
+    """A sampler at regular times, by a clock that never goes backwards.
 
     A source that fails takes nothing from the others: its failure is a note of the sample, and it
     is asked again the next time. Runs are asked before the sources, and notes after all.

@@ -13,7 +13,7 @@ _SHORTEST_IDENTITY = 5
 
 
 class Selection:
-    """Leaves out the devices that nobody wants to see, and the processes on them.
+    """The choice that leaves out devices that nobody wants to see, and the processes on them.
 
     Example::
 
