@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import warnings
 
 import pytest
@@ -24,7 +23,7 @@ def fail(rank: int, world_size: int, how: str) -> str:
         if how == "ends":
             os._exit(3)
         if how == "hangs":
-            time.sleep(30)
+            threading.Event().wait(30)
         if how == "is not pickled":
             raise Unpicklable(1, 2)
         if how == "warns":
@@ -49,16 +48,16 @@ def fail(rank: int, world_size: int, how: str) -> str:
         ("warns", UserWarning, "beware"),
         ("in a thread", RuntimeError, r"outside of the function(?s:.*)KeyError: 'lost'"),
         ("ends", RankDied, "exit code 3"),
-        ("hangs", RankDied, r"timeout 0.5 s(?s:.*)in fail"),
+        ("hangs", RankDied, r"timeout 2 s(?s:.*)in fail"),
     ],
 )
 def test_an_error_comes_back_with_the_rank_and_the_traceback(
     cluster: Cluster, how: str, error: type[Exception], text: str
 ) -> None:
-    begin = time.monotonic()
     with pytest.raises(error, match=text) as caught:
-        cluster.run(fail, 2, how, timeout=0.5 if how == "hangs" else 60.0)
-    assert time.monotonic() - begin < 20
+        # To make a group may take longer on a busy machine.
+        hangs = how == "hangs"
+        cluster.run(fail, 2, how, timeout=2.0 if hangs else 60.0, init_group=not hangs)
     assert "in rank 1:" in str(caught.value.__cause__)
     assert how != "raises" or 'raise KeyError("lost")' in str(caught.value.__cause__)
     # Whoever has ended is replaced; and exceptions can be results.

@@ -162,7 +162,7 @@ def test_a_process_that_ended_is_named(cluster: Cluster) -> None:
     assert "all_gather_tensor of a tensor (5,) of float32 (collective 3)" in message
 
 
-def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[str, float]:
+def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> str:
     link = ProcessLink(purpose="test", timeout=30)
     members = new_group([0, 1])
     done = new_group()
@@ -177,7 +177,6 @@ def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[st
     else:
         # Until it is known here.
         threading.Event().wait(0.5)
-    started = time.monotonic()
     text = ""
     if rank == 0:
         with pytest.raises(CollectiveError, match="was given up after") as raised:
@@ -186,19 +185,17 @@ def wait_for_one_that_raised(rank: int, world_size: int, late: bool) -> tuple[st
         assert raised.value.failure is not None and raised.value.failure.rank == 1
         with pytest.raises(CollectiveError, match=r"make a new group[\s\S]*no data"):
             total(members)
-    seconds = time.monotonic() - started
     dist.barrier()
     link.close()
-    return text, seconds
+    return text
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_error_of_another_process_ends_a_wait(cluster: Cluster, late: bool) -> None:
-    text, seconds = cluster.run(wait_for_one_that_raised, 3, late)[0]
+    text = cluster.run(wait_for_one_that_raised, 3, late)[0]
     assert "all_reduce of a tensor (1,) of float32 (collective 2) for 'process group" in text
     assert "rank 1 (process " in text
     assert "failed in the forward of layer 3: ZeroDivisionError: no data" in text
-    assert seconds < 5
 
 
 def go_on_after_an_error(rank: int, world_size: int) -> float:

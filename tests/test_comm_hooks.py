@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -531,7 +530,7 @@ FAILURES: dict[str, tuple[Hook, type[Exception], str]] = {
 
 def _recovers(
     rank: int, world_size: int, name: str, replicas: int, ranks: tuple[int, ...], index: int
-) -> tuple[str, float]:
+) -> str:
     """A hook fails once, in the second step, in one bucket and on some ranks."""
     keep_group()
     failure, kind, _ = FAILURES[name]
@@ -545,21 +544,20 @@ def _recovers(
             return future
         return allreduce_hook(ALL, bucket)
 
-    timeout = 0.5 if "never" in name else 20.0
+    # Else longer than the test may take.
+    timeout = 0.5 if "never" in name else 90.0
     model = DistributedDataParallel(net(), ["cpu"] * replicas, bucket_cap_mb=SMALL, timeout=timeout)
     model.register_comm_hook(None, hook)
     theirs = TorchsDDP(net())
     train(model, rank, 1)
     train(theirs, rank, 1)
     fails = rank in ranks
-    begin = time.monotonic()
     with pytest.raises(kind if fails else RuntimeError) as caught:
         train(model, rank, 1, first=1)
-    took = time.monotonic() - begin
     results = [train(each, rank, 2, first=2) for each in (model, theirs)]
     torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
     model.close()
-    return str(caught.value), took
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -577,9 +575,8 @@ def _recovers(
 def test_the_step_after_a_failure_is_right(
     cluster: Cluster, name: str, replicas: int, ranks: tuple[int, ...], index: int
 ) -> None:
-    for rank, (text, took) in enumerate(cluster.run(_recovers, 2, name, replicas, ranks, index)):
+    for rank, text in enumerate(cluster.run(_recovers, 2, name, replicas, ranks, index)):
         assert (FAILURES[name][2].format(index) if rank in ranks else "rank 1") in text
-        assert took < 10
 
 
 def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> list[str]:
@@ -592,7 +589,7 @@ def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> li
             raise kind("no")
         return allreduce_hook(ALL, bucket)
 
-    model = DistributedDataParallel(nn.Linear(3, 2, bias=False), ["cpu"], timeout=30.0)
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False), ["cpu"], timeout=90.0)
     model.register_comm_hook(None, hook)
     found = []
     for step in range(3):
@@ -600,13 +597,11 @@ def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> li
             # A group that is made anew is not forgotten.
             model.close()
         model.zero_grad()
-        began = time.monotonic()
         # Before the time limit of a collective, and of the hook. Results would be those of
         # different steps.
         with pytest.raises((Exception, KeyboardInterrupt)) as caught:
             model(torch.full((1, 3), 10.0**step)).sum().backward()
         found.append(f"{type(caught.value).__name__}: {caught.value}")
-        assert time.monotonic() - began < 5.0
     model.close()
     # The links of others are groups of their own.
     other = DistributedDataParallel(nn.Linear(1, 1, bias=False), ["cpu"], timeout=30.0)
@@ -618,7 +613,7 @@ def _fails_for_good(rank: int, world_size: int, kind: type[BaseException]) -> li
 @pytest.mark.parametrize("kind", [OwnError, KeyboardInterrupt])
 def test_a_hook_that_sends_no_zeros_either(cluster: Cluster, kind: type[BaseException]) -> None:
     """Rank 0 has begun a collective, and rank 1 has none for it: nothing may be matched with it."""
-    first, second = cluster.run(_fails_for_good, 2, kind, timeout=120)
+    first, second = cluster.run(_fails_for_good, 2, kind)
     for text in (*first[1:], *second[1:]):
         assert text.startswith("CollectiveError: the communication hooks have not run equally ofte")
         assert "(rank 0: 1; rank 1: 0)" in text and "; start all processes again" in text

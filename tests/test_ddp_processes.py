@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeAlias
@@ -329,10 +328,10 @@ def _in_a_hook(part: Part, error: Exception | None) -> None:
 FAILURES = [_in_a_replica, _after_the_cut, _in_a_hook]
 
 
-def _fails(rank: int, world_size: int, number: int, view: bool) -> float:
+def _fails(rank: int, world_size: int, number: int, view: bool) -> None:
     net, bare, do = make_net(), make_net(), FAILURES[number]
-    model = wrap(net, 2, timeout=20.0, gradient_as_bucket_view=view)
-    longest = 0.0
+    # Longer than the test may take.
+    model = wrap(net, 2, timeout=90.0, gradient_as_bucket_view=view)
     # The first round, an ordinary one, and one in which two ranks fail.
     for step, bad in enumerate([(1,), (), (0,), (), (0, 1), ()]):
         if not bad:
@@ -351,20 +350,16 @@ def _fails(rank: int, world_size: int, number: int, view: bool) -> float:
             if own
             else rf"(?s)rank [{bad}] .* failed in .*(on purpose|outside of the wrapper)"
         )
-        began = time.monotonic()
         with pytest.raises(ArithmeticError if own else RuntimeError, match=match):
             do(Part(model, net, rank, step), ArithmeticError("on purpose") if own else None)
-        longest = max(longest, time.monotonic() - began)
         assert_all_close(grads(net), before, rtol=0.0, atol=0.0)
         assert all(p.grad is old for p, old in zip(net.parameters(), kept, strict=True))
     model.close()
-    return longest
 
 
 @pytest.mark.parametrize(("number", "view"), [(0, False), (0, True), (1, False), (2, True)])
 def test_all_ranks_learn_of_a_failure_and_go_on(cluster: Cluster, number: int, view: bool) -> None:
-    # The time limit of the wrapper is 20 s.
-    assert max(cluster.run(_fails, 3, number, view)) < 10
+    cluster.run(_fails, 3, number, view)
 
 
 def _changed_sums(rank: int, world_size: int) -> None:

@@ -273,7 +273,8 @@ def test_others_are_cancelled() -> None:
         started = time.monotonic()
         with pytest.raises(WorkerError, match="'worker2'"):
             backward(context_id, [(busy + bad).sum()])
-        assert time.monotonic() - started < 5
+        # The busy one goes on for 20 seconds.
+        assert time.monotonic() - started < 15
     expect_clean_everywhere()
     rpc_sync("worker1", open_gate, ("busy",))
 

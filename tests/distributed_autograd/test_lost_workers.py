@@ -39,7 +39,7 @@ from tests.distributed_autograd.rpc_workers import (
 from tests.faults.harness import Figures
 
 #: Seconds within which a lost worker has to be noticed.
-SOON = 8.0
+SOON = 16.0
 
 
 class Ends(torch.autograd.Function):
