@@ -387,19 +387,25 @@ KEPT: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
 }
 
 
+def _keeping(
+    slots: list[str], wrapper: Any, keep: Callable[[Any, Tensor, Tensor], object]
+) -> tuple[Any, Any]:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        output: Tensor = net.layers[0](x)
+        keep(net, x, output)
+        return output
+
+    net = made(slots[0], forward)
+    return net, wrapper(net, slots[:2])
+
+
 @WRAPPERS
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("grad", [True, False])
 def test_what_differs_between_replicas_is_warned_of_once(
     slots: list[str], wrapper: Any, kind: str, grad: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        output: Tensor = net.layers[0](x)
-        KEPT[kind](net, x, output)
-        return output
-
-    net = made(slots[0], forward)
-    model = wrapper(net, slots[:2])
+    net, model = _keeping(slots, wrapper, KEPT[kind])
     with torch.set_grad_enabled(grad):
         for step in range(3):
             model(batch(slots[0], step))
@@ -425,13 +431,7 @@ SILENT: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
 def test_what_is_the_same_in_all_replicas_is_not_warned_of(
     slots: list[str], wrapper: Any, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        output: Tensor = net.layers[0](x)
-        SILENT[kind](net, x, output)
-        return output
-
-    net = made(slots[0], forward)
-    model = wrapper(net, slots[:2])
+    net, model = _keeping(slots, wrapper, SILENT[kind])
     for step in range(3):
         model(batch(slots[0], step, size=8)).sum().backward()
     assert not _warnings(caplog)

@@ -370,19 +370,6 @@ def test_what_becomes_of_buffers(
 
 
 @WRAPPERS
-@pytest.mark.parametrize("buffers", ["replica0", "mean"])
-def test_running_statistics(slots: list[str], wrapper: Any, buffers: str) -> None:
-    net = nn.BatchNorm1d(3).to(slots[0])
-    first, second = copy.deepcopy(net), copy.deepcopy(net)
-    x = torch.randn(8, 3, device=slots[0]) * 3 + 1
-    wrapper(net, slots[:2], buffers=buffers)(x)
-    for layer, chunk in zip((first, second), x.chunk(2), strict=True):
-        layer(chunk)
-    for found, a, b in zip(net.buffers(), first.buffers(), second.buffers(), strict=True):
-        torch.testing.assert_close(found, a if buffers == "replica0" else ((a + b) / 2).to(a.dtype))
-
-
-@WRAPPERS
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_forward_that_failed_leaves_no_statistics_behind(
     slots: list[str], wrapper: Any, failing: int
@@ -416,9 +403,3 @@ def test_an_empty_batch(slots: list[str], buffers: Any) -> None:
     x = torch.randn(0, 2, device=slots[0])
     assert model(x).shape == bare(x).shape == (0, 3)
     assert_all_close(model.buffers(), bare.buffers())
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    text = r"buffers must be 'replica0', 'mean' or 'sync', but got 'average'$"
-    with pytest.raises(ValueError, match=text):
-        DataParallel(nn.Linear(1, 1), ["cpu"], buffers="average")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel, data_parallel
-from tests.models import assert_all_close, compare, twins
+from tests.models import assert_all_close, twins
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 CPUS = ["cpu", "cpu"]
@@ -163,15 +163,6 @@ def test_outputs_go_where_they_are_wanted(slots: list[str]) -> None:
     assert [output.device for output in each] == [torch.device(slot) for slot in slots]
     single = DataParallel(Net().to(slots[0]), slots[:1], "cpu")
     assert single(x.to(slots[0])).device.type == "cpu"
-
-
-@pytest.mark.parametrize("devices", [["virtual:0", "cpu"], ["virtual:1"] * 3, None])
-def test_mixtures_of_devices(devices: list[str] | None) -> None:
-    home = devices[0] if devices else "virtual:0"
-    bare, inner = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), home)
-    model = DataParallel(inner, devices)
-    assert list(map(str, model.device_ids)) == (devices or [f"virtual:{i}" for i in range(4)])
-    compare(model, bare, torch.randn(7, 4, dtype=torch.double, device=home))
 
 
 @WRAPPERS

@@ -224,7 +224,7 @@ class ReplacesAParameter(dp.DistributedDataParallel[nn.Linear]):
         return super().scatter(inputs, kwargs, device_ids)
 
 
-def test_what_is_refused() -> None:
+def test_parameters_that_come_or_go_in_a_forward_are_refused() -> None:
     with pytest.raises(ValueError, match="uninitialized parameter"):
         dp.DistributedDataParallel(nn.LazyLinear(3), ["cpu", "cpu"])
     model = ReplacesAParameter(nn.Linear(2, 1), ["cpu", "cpu"])

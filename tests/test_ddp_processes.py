@@ -458,5 +458,5 @@ def _refused(rank: int, world_size: int) -> None:
         wrap(net, 1)
 
 
-def test_what_is_refused(cluster: Cluster) -> None:
+def test_gradients_that_would_not_be_reduced_are_refused(cluster: Cluster) -> None:
     cluster.run(_refused, 2)

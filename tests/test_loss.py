@@ -337,7 +337,7 @@ REFUSED: list[tuple[Any, Any, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("criterion", "output", "targets", "error", "message"), REFUSED)
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-def test_what_is_refused(
+def test_criteria_and_targets_that_nobody_can_divide_are_refused(
     criterion: Any, output: Any, targets: Any, error: type[Exception], message: str
 ) -> None:
     x, function = (output, same) if isinstance(output, Tensor) else (ONES, output)

@@ -240,7 +240,7 @@ class SumOfAll(Optimizer):
     """Nobody knows whether it looks at one parameter at a time."""
 
 
-def test_what_is_refused(slots: list[str]) -> None:
+def test_optimizers_that_cannot_step_in_parts_are_refused(slots: list[str]) -> None:
     model = DataParallel(placed(build, slots[0], torch.float), slots)
     parameters = list(model.parameters())
     made: list[Callable[..., Any]] = [
@@ -315,14 +315,6 @@ def test_few_copies_are_made_and_none_is_kept() -> None:
     # A frozen one counts as without state; others send a value, its gradient, and the value back.
     assert sum(t.numel() for call in sent.call_args_list for t in call.args[0]) == 3 * 48
     assert optimizer.device_of(twins.module[0].bias) != optimizer.device_of(twins.module[2].bias)
-
-
-@pytest.mark.parametrize("optimizer_class", [ADAMW, SGD])
-@pytest.mark.parametrize("places", [["cpu"], ["virtual:2"], ["virtual:1", "cpu"]])
-def test_other_devices(places: list[str], optimizer_class: type[Optimizer]) -> None:
-    twins = Twins("sharded", places, optimizer_class, lr=0.1, foreach=False)
-    for _ in range(3):
-        twins.step()
 
 
 def test_streams_that_defer() -> None:

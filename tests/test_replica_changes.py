@@ -103,7 +103,7 @@ def test_a_backward_from_before() -> None:
     assert_all_close(grads_of(plain), grads_of(reducing))
 
 
-def test_what_is_refused() -> None:
+def test_replicas_that_cannot_be_dropped_or_added_are_refused() -> None:
     model = dataparallel.DataParallel(make_net(), ["cpu", "cpu"])
     for index in (0, 2, -1, "1"):
         text = f"2 replicas, of which all but replica 0, .* can be dropped; but got {index!r}"

@@ -289,7 +289,7 @@ def test_what_is_an_argument(slots: list[str]) -> None:
     ]
     + [([["1", "2"], None, ["cpu", "nowhere"]], "'nowhere' is not a device")],
 )
-def test_what_is_refused(args: list[Any], match: str) -> None:
+def test_arguments_that_do_not_match_the_functions_are_refused(args: list[Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         parallel_apply([int, int], *args)
 

@@ -337,7 +337,9 @@ BAD: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD)
-def test_what_is_refused(call: Callable[[torch.Tensor], Any], message: str, either: str) -> None:
+def test_tensors_that_do_not_fit_the_bucket_are_refused(
+    call: Callable[[torch.Tensor], Any], message: str, either: str
+) -> None:
     bucket = torch.ones(6)
     for _ in range(2):
         with pytest.raises((ValueError, RuntimeError), match=message):
