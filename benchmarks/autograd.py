@@ -165,7 +165,7 @@ class Caller:
         return {"errors": self.wrong}
 
     def run(self, steps: int) -> dict[str, list[float]]:
-        """By engine, part and chain, the seconds of each repetition; every gradient is looked at.
+        """Return the seconds of each repetition, by engine, part and chain; check every gradient.
 
         The processes that serve have none.
         """

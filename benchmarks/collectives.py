@@ -151,8 +151,8 @@ Call = Callable[[Tensor], Tensor]
 class CollectivesTask(Task):
     """Collectives of float32 tensors, whose sizes are in bytes.
 
-    Its kind says who the members are: ``"ours"``: the replicas of one process, or of several;
-    ``"ddp"``: processes with one member each; ``"bare"``: threads that copy memory.
+    Its kind names the members: ``"ours"``: the replicas of one process, or of several; ``"ddp"``:
+    processes with one member each; ``"bare"``: threads that copy memory.
     """
 
     sizes: tuple[int, ...]
@@ -247,7 +247,7 @@ def take_turns(
             if waits:
                 devices.synchronize(tensor.device)
             seconds[who].append(time.perf_counter() - begin)
-        # Nobody is always the one who comes after the other.
+        # No contestant always comes after another one.
         order.reverse()
     return seconds
 

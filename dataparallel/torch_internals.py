@@ -1048,7 +1048,7 @@ def parameters_kept(kept: bool) -> Iterator[None]:
     if not kept:
         yield
         return
-    # One thread at a time, since it is told for the whole process.
+    # One thread at a time, since the setting is for the whole process.
     with _keeping:
         before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -60,7 +60,7 @@ def _multiply(total: torch.Tensor, scale: float) -> None:
 
 
 def _may_share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    # The memory of a tensor of a function transform cannot be asked for.
+    # A tensor of a function transform does not show its memory.
     if any(map(torch_internals.is_transformed, (first, second))):
         return True
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

@@ -208,7 +208,7 @@ class Cluster:
         return _Worker(process, ours, stacks)
 
     def _collect(self, workers: list[_Worker], timeout: float, grace: float) -> list[_Reply]:
-        """Return the answer of every rank; whoever is late is ended."""
+        """Return the answer of every rank; a late rank is ended."""
         deadline = time.monotonic() + timeout
         replies: dict[int, _Reply] = {}
         waiting = {worker.connection: rank for rank, worker in enumerate(workers)}

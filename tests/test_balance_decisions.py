@@ -171,7 +171,7 @@ def test_a_change_that_made_steps_longer_is_taken_back() -> None:
     waits = []
     for step in range(300):
         before = sizes(decisions)
-        # Whoever gets more than half gets slower than linearly, as memory traffic would make it.
+        # A replica with more than half gets slower than linearly, as memory traffic would make it.
         times = [n * (1.0 if n <= 30 else n / 10) for n in before]
         times[1] *= 1.3
         found = decisions.observe(record(before, times), [None, None])

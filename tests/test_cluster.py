@@ -60,6 +60,6 @@ def test_an_error_comes_back_with_the_rank_and_the_traceback(
         cluster.run(fail, 2, how, timeout=2.0 if hangs else 60.0, init_group=not hangs)
     assert "in rank 1:" in str(caught.value.__cause__)
     assert how != "raises" or 'raise KeyError("lost")' in str(caught.value.__cause__)
-    # Whoever has ended is replaced; and exceptions can be results.
+    # A process that has ended is replaced; and exceptions can be results.
     fine, failed = cluster.run(fail, 2, "raises", expect_errors=True)
     assert fine == "fine" and isinstance(failed, KeyError)

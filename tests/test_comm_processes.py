@@ -252,7 +252,7 @@ def part_ways(rank: int, world_size: int, way: str) -> str:
         text = str(error)
     link.close()
     second.close()
-    # However many were made before, and whoever has failed: these meet.
+    # These meet, however many were made before, and whichever rank has failed.
     again = ProcessLink(purpose="control", timeout=5)
     again.all_reduce(torch.ones(1), what="flag").wait()
     again.close()

@@ -168,7 +168,7 @@ def _alone(rank: int, world_size: int) -> bytes:
 
 
 def test_copies_in_one_process_alone(cluster: Cluster) -> None:
-    """It evaluates, moves and saves them; a step alone fails and says who is missing."""
+    """It evaluates, moves and saves them; a step alone fails and names the missing rank."""
     saved, _ = cluster.run(_alone, 2, timeout=60)
     # Without a process group the restored wrapper trains by itself.
     model = torch.load(io.BytesIO(saved), weights_only=False)

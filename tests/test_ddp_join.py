@@ -133,7 +133,7 @@ def _joined(rank: int, world_size: int, block: Block, ours: bool) -> tuple[State
 
 _TWO = ("cpu", "cpu")
 _SMALL: dict[str, Any] = {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True}
-#: Momentum would count torch's zeros for what nobody uses: who has joined does not forget there
+#: Momentum would count torch's zeros for what nobody uses: a joined process does not forget there
 #: which parameters were used once.
 _SOME: dict[str, Any] = {
     **{"branch": False, "momentum": 0.0},

@@ -52,7 +52,7 @@ def _failed(error: OSError) -> int:
     if failure is not None:
         discard_output()
         if isinstance(failure, BrokenPipeError):
-            # Whoever reads has read enough.
+            # The reader has read enough.
             return 0
         remedy = "make room" if failure.errno in NO_ROOM else "write it somewhere else"
         told = f"cannot write the output: {failure.strerror or failure}; {remedy}"

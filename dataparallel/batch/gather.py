@@ -89,7 +89,7 @@ class Notes:
         self.by_samples: set[str] = set()
         #: The messages that the log has received, each of them once.
         self.told: dict[str, str] = {}
-        #: By which arguments calls were told apart whose outputs had a tensor without dimensions.
+        #: The arguments that tell apart calls whose outputs had a tensor without dimensions.
         self.with_scalars: set[object] = set()
 
     def warn(self, path: str, text: str) -> None:

@@ -34,7 +34,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dataparallel.torch_internals import registered_containers
 
-# Nothing in these is looked at. A module or a function shares the objects that it holds on purpose.
+# The wrappers look into none of these. A module or a function shares the objects that it holds on
+# purpose.
 _OPAQUE = (
     *(type(None), int, float, complex, str, bytes, type, enum.Enum, nn.Module),
     *(torch.Size, torch.dtype, torch.device, torch.Generator),

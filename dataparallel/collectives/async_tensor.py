@@ -90,7 +90,7 @@ class _Wrapping:
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A fake tensor is asked for its device, too, in between.
+        # In between, torch asks a fake tensor for its device, too.
         return _wrapped(result, self._work) if func is _aten.alias.default else result
 
 

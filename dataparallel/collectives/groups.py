@@ -455,7 +455,7 @@ class HybridGroup(LocalGroup):
         """Return the collective that all want together, or raise in all processes."""
         collective, size = brought[0].collective, call.size
         if not isinstance(collective, AllToAll):
-            # All that is looked at here, the processes have agreed on.
+            # The processes have agreed on all that this looks at.
             return collective.checked(brought[0].tensor, size)
         # Each process knows the split sizes of its own replicas.
         with self._in_step():

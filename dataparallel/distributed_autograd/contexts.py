@@ -206,7 +206,8 @@ def backward(
             elements, is complex, does not require grad or has no gradient function. Or ``timeout``
             is negative.
         WorkerError: The pass failed on another worker; the message has its name and traceback.
-        TimeoutError: The pass did not end in time; the message names who did not finish.
+        TimeoutError: The pass did not end in time; the message names the workers that did not
+            finish.
         RuntimeError: A worker is lost, the graph was freed by an earlier backward, or a leaf has
             hooks that read ``.grad``. Errors of Python code on this worker are raised as they are.
     """

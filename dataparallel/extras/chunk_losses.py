@@ -51,8 +51,8 @@ class ChunkLosses:
 
     It is the wrapper's ``scalars=``, and :meth:`before` a hook on its forward. The loss is the
     first 0-d output. ``labels`` are names of arguments; None: each tensor of integers may hold
-    labels. ``remedy`` tells what to do about losses that cannot be put together. If ``lenient``,
-    random numbers, and other 0-d outputs that cannot be put together, are warned of.
+    labels. ``remedy`` tells what to do about losses that cannot be put together. If ``lenient``, it
+    warns of random numbers, and of other 0-d outputs that cannot be put together.
     """
 
     def __init__(

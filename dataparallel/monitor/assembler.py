@@ -142,7 +142,7 @@ class StepAssembler:
         self._every = every
         self._on_step = on_step
         self._listener = Listener(self._on_span, self._on_call, self._on_devices)
-        # Training never waits for who reads.
+        # Training never waits for readers.
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._to_unix = time.time_ns() - time.perf_counter_ns()

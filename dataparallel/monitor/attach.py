@@ -100,7 +100,7 @@ def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
             "call that lets no other thread run"
         )
     for owner, told in answers:
-        # Nothing is told by a run that ends just now.
+        # A run that ends just now tells nothing.
         if told:
             try:
                 states.append(_state(owner, told))

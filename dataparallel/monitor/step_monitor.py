@@ -170,8 +170,8 @@ class StepMonitor:
     def step(self) -> None:
         """Say that a step ends here; from then on steps end nowhere else.
 
-        For loops in which it cannot be told from the optimizer: several optimizers that take turns,
-        or one that does not step each time.
+        For loops in which the optimizer does not show it: several optimizers that take turns, or
+        one that does not step each time.
         """
         self._assembler.end_step()
 

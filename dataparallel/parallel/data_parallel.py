@@ -282,7 +282,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> ScatterPlan:
         in_dims: dict[str | int, Any] | None = None
         if self.in_dims:
-            # An input that is given by position is told by position.
+            # Inputs that are given by position have their entries by position.
             names = list(inspect.signature(self.module.forward).parameters)[: len(inputs)]
             places: dict[Any, int] = {name: i for i, name in enumerate(names)}
             in_dims = {places.get(key, key): dim for key, dim in self.in_dims.items()}

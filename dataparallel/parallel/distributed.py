@@ -239,8 +239,8 @@ class Training:
         try:
             self.reducer.read_vote()
         except (CollectiveError, CollectiveTimeout) as error:
-            # With new links all find out who was given that round. A process that needs nobody goes
-            # on without those that have ended.
+            # With new links all find out which processes got that round. A process that needs
+            # nobody goes on without those that have ended.
             kind = "" if error.failure is None else error.failure.kind
             if (kind != "late") if needs_others else (kind in ("raised", "late", "skipped")):
                 raise

@@ -128,7 +128,7 @@ class Runner:
         leaves: ReplicaParameters | None = None,
         members: Members | None = None,
     ) -> ModuleClones:
-        """Clones whose buffers are treated as the policy says; ``members``: who has the batch."""
+        """Clones whose buffers are treated as the policy says; ``members`` have the batch."""
         # A mean is written to the original, which must not be what a replica saved for backward.
         is_mean = self._policy == "mean" and len(self.devices) > 1
         sharing: Sharing = "none" if is_mean else "first"
@@ -191,7 +191,7 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The facts that one forward is told besides its inputs."""
+    """The facts that one forward gets besides its inputs."""
 
     #: The training of the wrapper; None without a reducer.
     training: Training | None = None

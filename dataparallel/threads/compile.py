@@ -79,7 +79,7 @@ class CompileLock:
                 torch_internals.move_entries_of_compiler(False)
                 torch_internals.hand_on_contexts_for_any_thread()
                 self.torchs = torch_internals.replace_compile_lock(self)
-        # Whoever compiles now ends that first.
+        # A thread that compiles now ends that first.
         with self.torchs:
             pass
 

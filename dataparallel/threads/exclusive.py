@@ -68,13 +68,13 @@ class ExclusiveLock:
     def share(self, work: object) -> object:
         """Share the lock while this thread runs something, until told of None.
 
-        Returns what it ran before. It waits for who holds the lock alone.
+        Returns what it ran before. It waits for a thread that holds the lock alone.
         """
         thread = threading.current_thread()
         before = self._running.pop(thread, None)
         if work is not None:
             self._running[thread] = work
-        # Whoever wants the lock says so first, and then looks who runs.
+        # A thread that wants the lock says so first, and then looks which threads run.
         if self._owner is not None and self._owner is not thread:
             self._make_way(thread, work)
         return before
@@ -231,7 +231,7 @@ class ExclusiveLock:
     ) -> T:
         """Change state of the process; in a replica as the only one, until it is as it was.
 
-        ``in_backward``: whether it is so in a backward, too; then who sets it does not read it.
+        ``in_backward``: whether it is so in a backward, too; then its setter does not read it.
         """
         runs = self._runs()
         if not (runs or (in_backward and torch_internals.current_graph_task_id() != -1)):

@@ -35,7 +35,7 @@ class RendezvousError(SecondaryError):
 
 
 class _Meeting:
-    """One meeting: who has come, with what, and a result for each, or why there is none."""
+    """A meeting: the members that have come, their values, and a result for each or its absence."""
 
     def __init__(self, key: Hashable) -> None:
         self.key = key

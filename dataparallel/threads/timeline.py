@@ -118,7 +118,7 @@ class _MeasuredSpan(Span):
     def _measured(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         began = time.thread_time()
         result = call(*args, **kwargs)
-        # Whoever takes longer waits busily, until there is room in the queue of a device.
+        # A call that takes longer waits busily, until there is room in the queue of a device.
         self._timeline.seconds += _MEASURED * min(time.thread_time() - began, _LONGEST)
         return result
 

@@ -96,7 +96,7 @@ def train_subgroup(rank: int, size: int, folder: str, backend: str | None) -> St
 
 
 def train_in_a_bound_group(rank: int, size: int, folder: str) -> State | None:
-    """Torch makes groups by splitting then, and who is not a member has gone on."""
+    """Torch makes groups by splitting then, and a process that is no member has gone on."""
     store = FileStore(f"{folder}/store", size)
     here = torch.device("virtual", rank)
     dist.init_process_group("vccl", store=store, rank=rank, world_size=size, device_id=here)

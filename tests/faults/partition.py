@@ -111,7 +111,7 @@ def _second(
     first.send("has a network")
     first.recv()
     _run(1, answer, function, args)
-    # Connections to who is cut off would keep a process from ending.
+    # Connections to a machine that is cut off would keep a process from ending.
     os._exit(0)
 
 

@@ -48,7 +48,7 @@ def make_plan(steps: int, count: int) -> list[Fault]:
     for number in range(count):
         kind = kinds[number % len(kinds)]
         step = (number * steps + draw.randrange(max(1, steps - steps // 4))) // count
-        # Shorter than the time limit of a wait: whoever is stopped comes back.
+        # Shorter than the time limit of a wait: a stopped process comes back.
         seconds = draw.uniform(1.0, 8.0) if kind == "stop" else 0.0
         plan.append(Fault(draw.randrange(PROCESSES), step, kind, seconds))
     return plan

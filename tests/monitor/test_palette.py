@@ -1,4 +1,4 @@
-"""The colors: who lacks a kind of cones tells them apart too, and writing on them can be read."""
+"""The colors: people without one kind of cones tell them apart, and can read writing on them."""
 
 from __future__ import annotations
 

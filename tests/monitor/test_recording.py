@@ -359,6 +359,6 @@ def test_a_replay_has_the_pace_of_the_recording(
     replay = Replay(path, speed=speed, clock=lambda: now[0], sleep=sleep)
     assert len(list(replay.samples())) == 3
     assert slept == seconds
-    # Whoever stops it does not wait for the next sample.
+    # The caller that stops it does not wait for the next sample.
     stopped = Replay(path, sleep=lambda seconds: stopped.stop())
     assert [one.elapsed for one in stopped.samples()] == [3.0]

@@ -411,7 +411,7 @@ def test_connections_have_an_end_and_a_greatest_number() -> None:
             one.sendall(b"GET / HTTP/1.0\r\nHost: loc")
             with socket.create_connection(address) as three:
                 assert wait_for_end(three).startswith(b"HTTP/1.0 503 ")
-            # Whoever says nothing, or not all, is not waited for.
+            # The server does not wait for a client that says nothing, or not all.
             assert wait_for_end(one) == wait_for_end(two) == b""
         # Their places are free as soon as their threads have seen it.
         deadline = time.monotonic() + 10

@@ -135,7 +135,7 @@ def test_default_streams_defer_in_strict_mode_alone(stream: torch.Stream) -> Non
         assert there.tolist() == [3.0] * 4
         left = ones("virtual:2") + 1
         assert pending(2) == 2
-    # Whoever leaves strict mode runs them.
+    # The thread that leaves strict mode runs them.
     assert pending() == 0
     assert left.sum().item() == 8
     assert not dataparallel.virtual.is_strict()

@@ -113,7 +113,7 @@ def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Ro
             add(pid, before + rest)
 
     add(None, "")
-    # Numbers are reused while they are read: whoever is the parent of its parent is shown too.
+    # Numbers are reused while they are read: a process that is its parent's parent is shown too.
     while children:
         add(next(iter(children)), "")
     return found

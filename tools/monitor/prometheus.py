@@ -172,7 +172,7 @@ def _tell_process(families: _Families, process: ProcessReading) -> None:
     device = process.device
     families.tell("process_device_memory_bytes", process.memory, device=device, **labels)
     families.tell("process_device_utilization_ratio", process.utilization, device=device, **labels)
-    # A process may use several devices; what it takes of the host is told once.
+    # A process may use several devices; its share of the host is shown once.
     families.tell("process_cpus", process.cpu, **labels)
     families.tell("process_host_memory_bytes", process.host_memory, **labels)
 

@@ -23,7 +23,7 @@ from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary, duration
 from dataparallel.threads.timeline import PHASES, Phase
 
-#: A slow rank is told if a step would become so much shorter without that.
+#: A slow rank is named if a step would become so much shorter without that.
 _WORTHWHILE = 0.05
 _WAITING: Phase = "reduce across processes"
 
@@ -89,7 +89,7 @@ def find_in_job(
 ) -> list[Finding]:
     """Return all changes worth making in a job, the largest gain first; shared ones once.
 
-    ``states`` has also those of other jobs, from which the job's are told.
+    ``states`` also has those of other jobs, which tell the job's apart.
     """
     models: dict[str, dict[int, Summary]] = {}
     for state, summary in runs:

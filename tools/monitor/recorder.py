@@ -64,7 +64,7 @@ class Recorder(logging.handlers.RotatingFileHandler):
         self.close()
 
     def record(self, sample: Sample) -> None:
-        """Write a sample; while that does not work it is left out, which is told once."""
+        """Write a sample; while that fails it is left out, which a message says once."""
         text = json_text(sample.to_json())
         try:
             if self.stream is not None and self._is_elsewhere(self.stream.fileno()):

@@ -67,5 +67,5 @@ class Replay(Sampler):
             yield self.sample()
 
     def devices(self) -> list[DeviceReading]:
-        """Return all devices of the sample that was told last, or is the next."""
+        """Return all devices of the last sample, or of the next."""
         return list(self._latest.devices)

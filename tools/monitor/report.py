@@ -17,7 +17,7 @@ from dataparallel.tools.monitor.ranks import find_in_job, run_name, speed_of_ran
 from dataparallel.tools.monitor.recording import Recording, check_different, longest_step, times_of
 from dataparallel.tools.monitor.run_period import RunPeriod, find_runs, summarize_periods
 
-#: A device that is slowed down in this share of the samples is told to be.
+#: A report says that a device is slowed down from this share of the samples on.
 _OFTEN = 0.1
 
 

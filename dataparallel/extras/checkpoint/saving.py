@@ -174,7 +174,7 @@ class Saving:
             # Nobody may ever wait for it.
             _log.error("%s", self._error)
             if not isinstance(error, Exception):
-                # The other processes are told by the end of the connections.
+                # The end of the connections tells the other processes.
                 peers.close()
                 raise
         finally:

@@ -63,7 +63,7 @@ class HostReader:
 class ThreadLoads:
     """The load that each thread of a process has put on a processor since the last time.
 
-    Only threads with a meaning are told: those of the replicas, those in which accelerators'
+    It only has threads with a meaning: those of the replicas, those in which accelerators'
     gradients are computed, and the first one, as ``"main"``. Threads of one name are added up: they
     belong to the same replica of several wrappers.
     """

@@ -36,8 +36,8 @@ def address(handle: Any) -> int | None:
 class Query:
     """A caller of NVML; it knows three sorts of failures: not available, lost, nothing at all.
 
-    Opening NVML creates no CUDA context. It counts who has opened it, so that others in this
-    process who use it too are not disturbed.
+    Opening NVML creates no CUDA context. It counts its users, so that other users in this process
+    are not disturbed.
 
     Attributes:
         module: The module ``pynvml``, for its structures and constants; None while it is closed.

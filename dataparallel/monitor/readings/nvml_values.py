@@ -64,7 +64,7 @@ _HARDWARE = 0x8
 #: An idle device (0x1) or one with clocks set by a user (0x2) is not slowed down.
 _NO_SLOWDOWN = 0x3
 
-#: Bit: why. The generic reason of the hardware is told only if no special one is.
+#: Bit: why. The hardware's generic reason counts only without a special one.
 _REASONS: dict[int, str] = {
     0x4: "power limit",
     _HARDWARE: "hardware slow-down by heat or power supply",
