@@ -102,9 +102,6 @@ def compile_graphs(net: nn.Module) -> Any:
     return compile_whole(net, "aot_eager")
 
 
-HOWS = [compile_graphs, compile_in_place, compile_parts, compile_nested, compile_method]
-
-
 def twins(device: str = "cpu", build: Callable[[], Any] = Net) -> tuple[Any, Any]:
     bare = build().double().to(device)
     return bare, copy.deepcopy(bare)
@@ -120,11 +117,18 @@ WRAPPERS = [DataParallel, dataparallel.DistributedDataParallel]
 
 
 @pytest.mark.parametrize(
-    ("slots", "wrapper"), [(CPU, WRAPPERS[0]), (CPU, WRAPPERS[1]), (VIRTUAL, WRAPPERS[1])]
+    ("how", "slots", "wrapper"),
+    [
+        (compile_graphs, VIRTUAL, WRAPPERS[1]),
+        (compile_in_place, CPU, WRAPPERS[0]),
+        (compile_parts, VIRTUAL, WRAPPERS[1]),
+        (compile_nested, CPU, WRAPPERS[0]),
+        (compile_nested, CPU, WRAPPERS[1]),
+        (compile_method, CPU, WRAPPERS[1]),
+    ],
 )
-@pytest.mark.parametrize("how", HOWS)
 def test_outputs_and_gradients(
-    slots: list[str], wrapper: Any, how: Callable[..., Any], started: Started
+    how: Callable[..., Any], slots: list[str], wrapper: Any, started: Started
 ) -> None:
     bare, net = twins(slots[0])
     model = wrapper(how(net), slots)

@@ -171,8 +171,7 @@ def test_injections_in_one_process(
     assert _inject(0, 1, slots[:replicas], 8, options) == (0, 0)
 
 
-@VIEWS
-@pytest.mark.parametrize("action", ["skip", "raise"])
+@pytest.mark.parametrize(("action", "view"), [("skip", False), ("raise", True)])
 def test_injections(
     cluster: Cluster, repeats: Callable[..., int], figures: Figures, action: str, view: bool
 ) -> None:
@@ -218,8 +217,7 @@ def _accumulate(rank: int, world: int, replicas: int, view: bool, action: str) -
 
 
 @WORLDS
-@VIEWS
-@pytest.mark.parametrize(("replicas", "action"), [(1, "skip"), (2, "raise")])
+@pytest.mark.parametrize(("replicas", "action", "view"), [(1, "skip", True), (2, "raise", False)])
 def test_it_is_decided_at_the_end_of_a_step(
     cluster: Cluster, world: int, replicas: int, view: bool, action: str
 ) -> None:
@@ -267,12 +265,11 @@ def _overflow(rank: int, world: int, replicas: int, options: dict[str, Any]) -> 
 
 
 @WORLDS
-@pytest.mark.parametrize("name", ["gradient_as_bucket_view", "deterministic"])
-@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("option", [{"gradient_as_bucket_view": True}, {"deterministic": True}])
 def test_a_sum_that_overflows_is_found(
-    cluster: Cluster, world: int, name: str, value: bool
+    cluster: Cluster, world: int, option: dict[str, bool]
 ) -> None:
-    cluster.run(_overflow, world, 3 - world, {"average": "none", name: value})
+    cluster.run(_overflow, world, 3 - world, {"average": "none", **option})
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
