@@ -319,54 +319,7 @@ def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
         gc.enable()
 
 
-# --- what becomes of buffers; for "sync" see batch norm ---------------------------------------
-
-
-class Keeps(nn.Linear):
-    """Writes its buffers in some way."""
-
-    table: Tensor
-    calls: Tensor
-
-    def __init__(self, write: Callable[[Keeps, Tensor], None]) -> None:
-        super().__init__(1, 1)
-        self.register_buffer("table", torch.zeros(2))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.write = write
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.write(self, x)
-        return super().forward(x) + self.table.sum()
-
-
-def in_place(net: Keeps, x: Tensor) -> None:
-    net.table.copy_(x.mean())
-
-
-def grown(net: Keeps, x: Tensor) -> None:
-    net.table = torch.cat([net.table, x.mean().reshape(1)])
-
-
-@WRAPPERS
-@pytest.mark.parametrize("write", [in_place, grown])
-@pytest.mark.parametrize("buffers", ["replica0", "mean"])
-def test_what_becomes_of_buffers(
-    slots: list[str], wrapper: Any, write: Callable[..., None], buffers: str
-) -> None:
-    net = Keeps(write).to(slots[0])
-    # It shares memory, so it has the same mean.
-    net.register_buffer("part", net.table[:1])
-    model = wrapper(net, slots[:3], buffers=buffers)
-    expected = torch.zeros(2)
-    for x in torch.randn(2, 5, 1):
-        model(x)
-        kept = x.mean() if buffers == "mean" else x[:2].mean()
-        expected = kept.expand(2) if write is in_place else torch.cat([expected, kept.reshape(1)])
-        torch.testing.assert_close(net.table.cpu(), expected)
-    assert net.calls.item() == 2
-    if write is in_place:
-        assert torch.equal(net.get_buffer("part"), net.table[:1])
+# --- buffers; see test_replica_buffers.py, too ------------------------------------------------
 
 
 @WRAPPERS

@@ -1,4 +1,4 @@
-"""The log's one message about buffers that the replicas of a wrapper write differently."""
+"""Buffers that the replicas of a wrapper write differently, and the log's one message of them."""
 
 from __future__ import annotations
 
@@ -96,6 +96,24 @@ def run(model: Any, number: int = 2, size: int = 8) -> None:
         model(torch.randn(size, 3, device=device))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
+
+
+@WRAPPERS
+@pytest.mark.parametrize("write", [in_place, anew])
+@pytest.mark.parametrize("buffers", ["replica0", "mean"])
+def test_the_module_gets_what_the_policy_says(
+    slots: list[str], wrapper: Any, write: Any, buffers: str
+) -> None:
+    net = Keeps(write).to(slots[0])
+    # It shares memory, so it has the same mean.
+    net.register_buffer("part", net.table[:1])
+    model, expected = wrapper(net, slots[:3], buffers=buffers), torch.zeros(3, 3)
+    for x in torch.randn(2, 8, 3):
+        model(x)
+        expected = expected * 0.9 + (x.mean() if buffers == "mean" else x[:3].mean())
+        torch.testing.assert_close(net.table.cpu(), expected)
+    if write is in_place:
+        assert torch.equal(net.get_buffer("part"), net.table[:1])
 
 
 RUNNING = "'tracks.running_mean', 'tracks.running_var'"
