@@ -28,7 +28,7 @@ from tests.distributed_autograd.rpc_workers import (
     own_gradients,
 )
 
-PROGRAMS = 200
+PROGRAMS = 100
 #: The leaves of each worker, with their shapes.
 LEAVES = {"bias": (3,), "gain": (3,), "matrix": (3, 3), "table": (6, 3)}
 #: The results of calls in this process, and the number of runs of each function's backward here.
