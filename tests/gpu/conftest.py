@@ -1,4 +1,4 @@
-"""Where tests of GPUs run: there, and on the host, which shows that the tests are right."""
+"""The places of tests of GPUs: these, and the host, which shows that the tests are right."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 EXACT = (torch.int32, torch.int64)
 FEW = (0, 1, 7, 33, 1000)
 MANY = (*FEW, 255, 256, 257, 4101, 100_003, 2**20 + 3)
-#: Where something else than sizes is tested: most of the time goes into what is expected of large
-#: ones, which the host computes.
+#: Sizes for tests of something else: most of the time goes into the expected results of large ones,
+#: which the host computes.
 SOME = (33, 4101, 100_003)
 
 #: For a sanitizer: less than a block has threads, more than one block, and neither divisible.
@@ -37,7 +37,7 @@ Case = Callable[[torch.device, int, int], list[Tensor]]
 def quiet_backend_of(device: torch.device) -> Backend | None:
     """As :func:`dataparallel.kernels.backend.backend_of`, which may import CuPy.
 
-    What CuPy, or its use of NumPy, warns of while it is imported is no fault of ours.
+    Warnings of CuPy, or of its use of NumPy, at its import are no fault of ours.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,12 +45,12 @@ def quiet_backend_of(device: torch.device) -> Backend | None:
 
 
 def sizes(device: torch.device) -> Sequence[int]:
-    """The host computes what a block does thread by thread."""
+    """Compute on the host what a block does, thread by thread."""
     return FEW if device.type == "cpu" else MANY
 
 
 def some_sizes(device: torch.device) -> Sequence[int]:
-    """A few of them."""
+    """Return a few of them."""
     return FEW if device.type == "cpu" else SOME
 
 
@@ -78,7 +78,7 @@ def values(size: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def at(device: torch.device, offset: int, content: Tensor) -> Tensor:
-    """The content on a device, so many elements behind an aligned address."""
+    """Return the content on a device, so many elements behind an aligned address."""
     memory = torch.empty(offset + content.numel(), dtype=content.dtype, device=device)
     return memory[offset:].copy_(content)
 

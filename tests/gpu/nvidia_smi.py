@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says beside our readings of the same devices."""
+"""The output of ``nvidia-smi`` beside our readings of the same devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS: dict[str, tuple[str, float, float]] = {
 
 
 def ask(columns: list[str]) -> dict[str, dict[str, str]]:
-    """What the program says: by UUID, by column."""
+    """Return the program's answers: by UUID, by column."""
     path = shutil.which("nvidia-smi")
     if path is None:
         raise FileNotFoundError("nvidia-smi")
@@ -51,7 +51,7 @@ def ask(columns: list[str]) -> dict[str, dict[str, str]]:
 
 
 def number(text: str) -> float | None:
-    """A cell; None where it says that there is no value, as in "[N/A]"."""
+    """Return a cell; None if it says that there is no value, as in "[N/A]"."""
     try:
         return float(text)
     except ValueError:

@@ -31,12 +31,12 @@ _OF_OTHERS = ROOT / "out" / "gpu.md"
 _SECONDS = 460.0
 #: A part for which less is left is not begun.
 _LEAST = 5.0
-#: How many lines of an output the page shows.
+#: The number of lines of an output that the page shows.
 _LINES = 60
 
-#: What may be asked for by ``--only``.
+#: The names that ``--only`` may ask for.
 NAMES = ("doctor", "tests", "kernels", "train", "sanitizer")
-#: Tools of compute-sanitizer. What libraries ask of the driver in vain is no error of a kernel.
+#: Tools of compute-sanitizer. Vain requests of libraries to the driver are no errors of a kernel.
 _TOOLS = ("memcheck --report-api-errors no", "racecheck", "synccheck", "initcheck")
 
 _EXAMPLES = """\
@@ -74,13 +74,13 @@ def is_gpu(device: str) -> bool:
 
 
 def device_sets(devices: Sequence[str]) -> list[tuple[str, ...]]:
-    """What is trained on: one device, two replicas on it, it and the CPU, and all devices."""
+    """Return the devices to train on: one device, two replicas on it, it and the CPU, and all."""
     first = devices[0]
     return list(dict.fromkeys([(first,), (first, first), (first, "cpu"), tuple(devices)]))
 
 
 def plan(devices: Sequence[str]) -> list[Part]:
-    """All parts, those first that tell most."""
+    """Return all parts, the most telling ones first."""
     sanitizers = [_sanitizer(tool, devices[0]) for tool in _TOOLS if is_gpu(devices[0])]
     doctor = Part("doctor", "The machine", _python("dataparallel", "doctor"), 90)
     trained = [_train(names) for names in device_sets(devices)]
@@ -98,7 +98,7 @@ def _virtual_devices(names: Sequence[str]) -> dict[str, str]:
 
 
 def _tests(devices: Sequence[str]) -> Part:
-    """Of the tests for GPUs those that have another form run elsewhere, in that."""
+    """Run the tests for GPUs; those that have another form run elsewhere, in that."""
     on_gpu = is_gpu(devices[0])
     chosen = "gpu or multi_gpu" if on_gpu else "not gpu and not multi_gpu"
     options = ["-v", "--tb=short", "--durations=10", "-p", "no:cacheprovider", "-m", chosen]
@@ -115,7 +115,7 @@ def _tests(devices: Sequence[str]) -> Part:
 
 
 def marked_tests() -> list[str]:
-    """The folder, and the other files, with tests that need a GPU; relative to the checkout."""
+    """Return the folder, and other files, with tests that need a GPU; relative to the checkout."""
     marked = re.compile(r"mark\.(multi_)?gpu\b")
     found = [
         path.relative_to(ROOT).as_posix()
@@ -131,7 +131,7 @@ def _train(names: tuple[str, ...], wrapper: str = "ddp") -> Part:
     options = ["--devices", ",".join(names), "--peers", "bare,ddp" if with_ddp else "bare"]
     options += ["--wrapper", wrapper]
     if is_gpu(names[0]):
-        # Where devices round differently, the deep model goes another way after two steps.
+        # If devices round differently, the deep model goes another way after two steps.
         cases = "deep,transformer" if all(map(is_gpu, names)) else "transformer"
         options += ["--cases", cases, "--rounds", "3"]
     else:
@@ -168,7 +168,7 @@ def _sanitizer(tool: str, device: str) -> Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part: its verdict is "passed", "failed" or "not run"."""
+    """The outcome of a part: its verdict is "passed", "failed" or "not run"."""
 
     verdict: str
     why: str
@@ -292,7 +292,7 @@ def run_all(
 
 
 def page(devices: Sequence[str], done: Mapping[str, Outcome]) -> str:
-    """The page about a run, in Markdown."""
+    """Return the page about a run, in Markdown."""
     command = shlex.join(["python3", "-m", "tests.gpu.report", *sys.argv[1:]])
     lines = [
         f"# One run on {', '.join(devices)}\n",
@@ -304,7 +304,7 @@ def page(devices: Sequence[str], done: Mapping[str, Outcome]) -> str:
         lines.append(f"| {title} | {one.verdict} | {one.seconds:.0f} | {one.why} |")
     for title, one in done.items():
         if one.output:
-            # Of what was written over in the terminal, the last state.
+            # A line that the terminal has overwritten shows its last state.
             shown = [line.split("\r")[-1] for line in one.output.rstrip().splitlines()]
             lines.append(f"\n## {title}: {one.verdict}\n")
             lines += [f"    {line}".rstrip() for line in shown[-_LINES:]]
@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = arguments.output or (_OF_GPUS if all(map(is_gpu, devices)) else _OF_OTHERS)
 
         def write(done: dict[str, Outcome]) -> None:
-            # Where the parts ran says nothing to a reader.
+            # The place of the parts says nothing to a reader.
             text = page(devices, done).replace(f"{tree}{os.sep}", "")
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(text, encoding="utf-8")

@@ -24,7 +24,7 @@ def results(case: Case, device: torch.device, numels: Sequence[int]) -> list[tor
 
 
 def expected(case: Case, numels: Sequence[int]) -> list[torch.Tensor]:
-    """What the references compute on the host, where the offset makes no difference."""
+    """Return the references' results on the host, where the offset makes no difference."""
     with registered([]):
         found = [case(torch.device("cpu"), size, 0) for size in numels]
     return [tensor for tensors in found for _ in OFFSETS for tensor in tensors]

@@ -29,9 +29,9 @@ WRAPPERS: dict[str, Any] = {
     "DistributedDataParallel": dp.DistributedDataParallel,
     "views": partial(dp.DistributedDataParallel, gradient_as_bucket_view=True),
 }
-# What NVIDIA calls kernels that multiply matrices.
+# NVIDIA's names for kernels that multiply matrices.
 _PRODUCTS = ("gemm", "cutlass", "nvjet")
-# What adds the gradients of replicas: torch's additions to several tensors at once.
+# The kernels that add gradients of replicas: torch's additions to several tensors at once.
 _SUMS = ("multi_tensor_apply", "reduce_add")
 
 by_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -61,7 +61,7 @@ def batches(device: torch.device) -> list[torch.Tensor]:
 
 
 def train(net: nn.Module, called: Any, device: torch.device) -> list[torch.Tensor]:
-    """The outputs, gradients and parameters of some steps, on the host."""
+    """Return the outputs, gradients and parameters of some steps, on the host."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     results = []
     for batch in batches(device):
@@ -204,7 +204,7 @@ def _train_compiled(rank: int, world_size: int, places: list[Any]) -> None:
     bare, net = make_net().to(device), make_net().to(device)
     batch = torch.randn(12, 20, device=device)
     with warnings.catch_warnings():
-        # What torch advises of TF32, and says of its own doing.
+        # Torch advises TF32, and warns of its own doing.
         own = "TensorFloat32 tensor cores|`torch.jit.script|The CUDA Graph is empty"
         warnings.filterwarnings("ignore", own)
         compiled: Any = torch.compile(net, mode="reduce-overhead")
@@ -294,12 +294,12 @@ def test_replicas_that_are_recorded_in_graphs(
 
 
 def _events(device: torch.device, call: Callable[[], object]) -> list[Any]:
-    """What the profiler sees of a call, in all threads."""
+    """Return the events of a call in the profiler, in all threads."""
     activities = [ProfilerActivity.CPU]
     if device.type != "cpu":
         activities.append(ProfilerActivity.CUDA)
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    # Of one cycle it makes no difference whether events are kept; torch 2.11 warns where not.
+    # One cycle is the same if events are kept or not; torch 2.11 warns if not.
     with profile(
         activities=activities, experimental_config=all_threads, acc_events=True
     ) as profiled:
@@ -311,7 +311,7 @@ def _events(device: torch.device, call: Callable[[], object]) -> list[Any]:
 
 
 def _profiled(rank: int, world_size: int, places: list[Any]) -> dict[str, tuple[float, float]]:
-    """When the first bucket was reduced, and when the last product of backward was computed."""
+    """Return the time of the first bucket's reduction, and of backward's last product."""
     device = dp.devices.parse_device(places[0])
     quiet_backend_of(device)
     net = make_net(1000).to(device)

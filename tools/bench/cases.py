@@ -90,7 +90,7 @@ CASES = {
 
 
 def case_of(name: str) -> Case:
-    """One of :data:`CASES`; or for a number, so many parameters and next to no arithmetic."""
+    """Return one of :data:`CASES`; or, for a number, so many parameters without arithmetic."""
     if name in CASES:
         return CASES[name]
     layers, width = int(name) // 2, 4
@@ -109,7 +109,7 @@ def case_of(name: str) -> Case:
 
 
 def whole_batch(case: str, replicas: int) -> int:
-    """The batch of a case, rounded down to equal parts."""
+    """Return the batch of a case, rounded down to equal parts."""
     samples = CASES[case].batch
     if samples < replicas:
         raise ValueError(f"case {case!r} has {samples} samples, but there are {replicas} replicas")

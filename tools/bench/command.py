@@ -133,7 +133,7 @@ def _add_scaling(subjects: Subparsers) -> None:
 
 
 def add_rounds(parser: argparse.ArgumentParser, rounds: int = 7, steps: int | None = None) -> None:
-    """The options that all benchmarks have, those of developers too."""
+    """Add the options that all benchmarks have, those of developers too."""
     add, usual = parser.add_argument, "about half a second's worth"
     add("--rounds", type=count, default=rounds, metavar="N",
         help=f"turns of each contestant; default: {rounds}")  # fmt: skip

@@ -25,18 +25,18 @@ SMALL, LARGE = 4 * 2**10, 16 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class CostTask(Task):
-    """Measure the parts of a step of one replica; in several processes, what they add."""
+    """A task: the parts of a step of one replica, and the costs that several processes add."""
 
     case: str
     samples: int
 
     def begin(self) -> Meter:
-        """What measures, in the worker process."""
+        """Make the object that measures, in the worker process."""
         return Meter(self)
 
 
 class Meter:
-    """Times calls, each under its name. See Note [The projection]."""
+    """A meter of calls, each under its name. See Note [The projection]."""
 
     def __init__(self, task: CostTask) -> None:
         self.seat = Seat(task)
@@ -65,7 +65,7 @@ class Meter:
     def _in_one_process(self) -> list[dict[str, Callable[[], object]]]:
         # The parameters stay as they are, however often the step is repeated.
         optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
-        # What each tensor costs beside its bytes is a part of the probes.
+        # The cost of each tensor beside its bytes is a part of the probes.
         size = sum(each.numel() for each in self.module.parameters())
         one, other = torch.zeros(2, size, device=self.device)
 

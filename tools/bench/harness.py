@@ -1,4 +1,4 @@
-"""What all benchmarks share: contestants in worker processes take turns, round by round.
+"""The common base of all benchmarks: contestants in worker processes take turns, round by round.
 
 Figures are medians over the rounds, with the smallest and the largest. Ratios are taken within each
 round, so that what slows a whole round cancels.
@@ -52,7 +52,7 @@ class Task:
         devices: This process's own, one per replica.
         replicas: Into how many parts the whole batch is divided, over all processes.
         threads: Intra-op threads per replica.
-        wrapper: Which of our wrappers is ours.
+        wrapper: The wrapper of ours that takes part.
         rank: Index of the process within the contestant.
         world_size: Number of processes of the contestant.
         meeting_point: File through which the processes of one contestant find each other; the
@@ -74,7 +74,7 @@ class Task:
         return self.kind == "ddp" or self.world_size > 1
 
     def begin(self) -> Measurement:
-        """What measures, in the worker process."""
+        """Make the object that measures, in the worker process."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ class Contestant:
 def team_of(
     task: Task, kind: Kind, devices: Sequence[Sequence[str]], name: str, title: str
 ) -> Contestant:
-    """A contestant with a process for each entry of ``devices``, which fills in its own place."""
+    """Return a contestant with a process for each entry of ``devices``, each in its own place."""
     places = [
         dataclasses.replace(task, kind=kind, devices=tuple(own), rank=rank, world_size=len(devices))
         for rank, own in enumerate(devices)
@@ -132,7 +132,7 @@ class WorkerError(RuntimeError):
 
 
 class Measurement(Protocol):
-    """What a task begins."""
+    """A measurement that a task begins."""
 
     def check(self, steps: int) -> dict[str, Any]:
         """Do some steps, and tell what shows that the results are right."""
@@ -149,7 +149,7 @@ class Measurement(Protocol):
 
 def _work(requests: Connection, task: Task) -> None:
     """Measure in a worker process when it is told to, until ``finish``."""
-    # What libraries print must not mix with results on the standard output.
+    # The output of libraries must not mix with results on the standard output.
     os.dup2(2, 1)
     try:
         measurement = task.begin()
@@ -174,12 +174,12 @@ class Team:
             requests, end = _context.Pipe()
             process = _context.Process(target=_work, args=(end, task), daemon=True)
             process.start()
-            # Where the process has no more of it, this side sees the end.
+            # If the process has no more of it, this side sees the end.
             end.close()
             self._workers.append((process, requests))
 
     def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
-        """What each process answers; the first answer comes when it has begun."""
+        """Return the answer of each process; the first one comes when the process has begun."""
         for _, requests in self._workers:
             # One that has ended is found out by waiting for its answer.
             with contextlib.suppress(BrokenPipeError):
@@ -213,7 +213,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back from the processes of one contestant: of the first steps, and at the end.
+    """The results from the processes of one contestant: of the first steps, and at the end.
 
     ``seconds`` are, by phase and for each round, the median of its repetitions, ``steps`` of them.
     """
@@ -306,5 +306,5 @@ def geometric_mean(spreads: Iterable[Spread]) -> Spread:
 
 
 def largest(errors: Sequence[float]) -> float:
-    """The largest of some errors; NaN if one of them is."""
+    """Return the largest of some errors; NaN if one of them is."""
     return math.nan if any(map(math.isnan, errors)) else max(errors)

@@ -1,4 +1,4 @@
-"""What `bench host` does: what a step costs the host, with next to no arithmetic in it."""
+"""The command `bench host`: the cost of a step for the host, with next to no arithmetic in it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _drawing(target: str) -> Any:
-    """What draws; looked for before anything is measured."""
+    """Return the function that draws; it is looked for before anything is measured."""
     if not target.lower().endswith(SUFFIXES):
         raise ValueError(f"{target}: a picture ends in one of {', '.join(SUFFIXES)}")
     with needs_extra("monitor"):
@@ -88,7 +88,7 @@ def _plan(arguments: argparse.Namespace) -> list[Contestant]:
 
 
 def _table(rows: Sequence[Row], parameters: int, device: str) -> Table:
-    """One line per contestant."""
+    """Return one line per contestant."""
     table = runner.new_table(
         f"{parameters} parameters on {device}: host microseconds, and counts of a step",
         *("for-\nward", "back-\nward", "step", "CPU", "x\nbare", "min..max"),

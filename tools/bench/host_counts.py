@@ -1,4 +1,4 @@
-"""What the host does in a step, counted: Python calls, operators, copies, allocations, waits."""
+"""The host's work in a step, counted: Python calls, operators, copies, allocations, waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _folder(module: Any) -> str:
 
 
 class PythonCalls:
-    """Counts calls of Python functions, in every thread that begins after it is made."""
+    """A count of calls of Python functions, in every thread that begins after it is made."""
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
         self._own = (_folder(dataparallel), _folder(kernels))
@@ -49,7 +49,7 @@ class PythonCalls:
             self._files.append(frame.f_code.co_filename)
 
     def count(self, step: Callable[[], object]) -> dict[str, int]:
-        """The calls of one step, of this package and of all."""
+        """Return the calls of one step: those of this package, and all of them."""
         self._files = []
         self._notes = True
         step()
@@ -64,7 +64,7 @@ class _Operators:
     """A mode that notes operators; autograd and the package take it along into their threads."""
 
     def __init__(self) -> None:
-        #: Of each operator: bytes copied, memory blocks of its own in its results, values read.
+        #: For each operator: bytes copied, memory blocks of its own in its results, values read.
         self.noted: list[tuple[int, int, int]] = []
 
     def __torch_dispatch__(
@@ -119,7 +119,7 @@ def _waits(device: torch.device) -> Iterator[Callable[[], int | None]]:
         before = dataparallel.virtual.counters()["host_waits"]
         yield lambda: dataparallel.virtual.counters()["host_waits"] - before
         return
-    # That of CUDA warns at each wait.
+    # CUDA's mode warns at each wait.
     set_mode = getattr(torch.get_device_module(device), "set_sync_debug_mode", None)
     if set_mode is None:
         yield lambda: None

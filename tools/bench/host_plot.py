@@ -37,7 +37,7 @@ def draw(results: Mapping[int, Sequence[Row]], device: str, target: str) -> None
 
 def _over_parameters(axes: Axes, results: Mapping[int, Sequence[Row]]) -> None:
     first = next(iter(results.values()))
-    # Of ours those with the number of replicas nearest to two: a line each is told apart.
+    # Our rows are those with the number of replicas nearest to two: a line each is told apart.
     nearest = min((row.replicas for row in first if _is_ours(row)), key=lambda n: abs(n - 2))
     shown = [i for i, row in enumerate(first) if not _is_ours(row) or row.replicas == nearest]
     for place, index in enumerate(shown):
@@ -71,7 +71,7 @@ def _over_replicas(axes: Axes, rows: Sequence[Row], parameters: int) -> None:
 def _line(
     axes: Axes, rows: Mapping[int, Row], place: int, per: Sequence[int], label: str | None = None
 ) -> None:
-    """A contestant's steps; its place gives color and marker, alike in both parts."""
+    """Draw a contestant's steps; its place gives color and marker, alike in both parts."""
     spreads = [row.seconds["step wall"] for row in rows.values()]
     scaled = [
         (s.median / n, (s.median - s.low) / n, (s.high - s.median) / n)

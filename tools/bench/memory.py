@@ -2,14 +2,14 @@
 
 Note [Private peak]
 ~~~~~~~~~~~~~~~~~~~
-What a model takes is anonymous memory. The resident size has pages of shared libraries in it too,
-in each process again, and the unique set (USS) has them for as long as no other process uses the
-library, so that it falls when another contestant starts. But the kernel keeps a high-water mark for
-the resident size only. The pages that come and go while a model trains are anonymous ones, so their
-peak is what there is of them now plus what the resident size has come down from its own high-water
-mark. Sampling instead would miss short peaks and disturb the measurement.
+A model takes anonymous memory. The resident size has pages of shared libraries in it too, in each
+process again. The unique set (USS) has them for as long as no other process uses the library, so it
+falls when another contestant starts. But the kernel keeps a high-water mark for the resident size
+only. The pages that come and go while a model trains are anonymous ones. So their peak is their
+present size plus the distance of the resident size from its own high-water mark. Sampling instead
+would miss short peaks and disturb the measurement.
 
-What the allocator keeps for later from before the starting point would be used by the model without
+Memory that the allocator has kept from before the starting point would be used by the model without
 being seen, so it is given back first.
 """
 
@@ -67,7 +67,7 @@ class MemoryGauge:
 def _give_back_free_memory() -> None:
     gc.collect()
     library = ctypes.CDLL(None)
-    # Of glibc alone; without it the level is a little too high for all contestants.
+    # Only glibc has it; without it the level is a little too high for all contestants.
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 

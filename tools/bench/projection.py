@@ -1,4 +1,4 @@
-"""What `bench scaling` computes: the time of a step from measured costs and stated links.
+"""The projection of `bench scaling`: the time of a step from measured costs and stated links.
 
 Note [The projection]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -7,9 +7,9 @@ long as that of one. :func:`explain` prints the whole model. The package's own c
 with a model of as many parameters that computes next to nothing.
 
 Gradients of a bucket are summed over the replicas on the first one's stream, or in a thread that
-runs a backward. So sums make backward longer. What is sent to other processes overlaps with the
-rest of backward, but for the last bucket, which leaves at the end. On the CPU, sending takes a
-core; where replicas have all cores, nothing overlaps.
+runs a backward. So sums make backward longer. Sending to other processes overlaps with the rest of
+backward, except for the last bucket, which leaves at the end. On the CPU, sending takes a core;
+where replicas have all cores, nothing overlaps.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured, in seconds. See Note [The projection].
+    """The measured costs, in seconds. See Note [The projection].
 
     Attributes:
-        forward, backward, optimizer: Of one replica alone.
+        forward, backward, optimizer: The seconds of one replica alone.
         interpreter: The part of forward in which Python can serve no other replica.
         own, own_replica, own_process, own_bucket: The package's cost with one replica, and what
             each further replica, several processes and each bucket add.
         sum_per_byte, pack_per_byte: To add gradients, and to copy them into a bucket.
         moved: Bytes of parameters and samples that go to each further replica.
         alone, across: The buckets of a single process, and of several.
-        cores: Of each process whose replicas run on the CPU; None on accelerators.
+        cores: The cores of each process whose replicas run on the CPU; None on accelerators.
     """
 
     forward: float
@@ -113,7 +113,7 @@ class Projection:
 def project(
     costs: Costs, processes: int, replicas: int, links: Mapping[str, Link], *, overlaps: bool = True
 ) -> Projection:
-    """The step of P ``processes`` with R ``replicas`` each. See Note [The projection].
+    """Return the step of P ``processes`` with R ``replicas`` each. See Note [The projection].
 
     ``links`` are ``"local"`` and ``"processes"``. Without ``overlaps``, all is sent after backward.
     """
@@ -161,7 +161,7 @@ times in ms; buckets of several processes, with MiB_k at when_k: {buckets}"""
 
 
 def explain(costs: Costs, links: Mapping[str, Link]) -> str:
-    """The whole model, with the numbers put in."""
+    """Return the whole model, with the numbers put in."""
     local, link = links["local"], links["processes"]
     busy, overlap = "1", "what is sent overlaps with backward"
     if costs.cores is not None:

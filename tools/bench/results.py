@@ -1,4 +1,4 @@
-"""What is concluded from the rounds of contestants that train: ratios, memory, who agrees."""
+"""Conclusions from the rounds of contestants that train: ratios, memory, agreement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all benchmarks do: measure plans, show tables, write JSON with the setting of the run.
+"""The common work of all benchmarks: measure plans, show tables, write JSON with the setting.
 
 The commands of ``dataparallel bench`` are a plan and what is concluded from it; :func:`run` does
 the rest.
@@ -30,14 +30,14 @@ from rich.text import Text
 from dataparallel.tools.bench.harness import Contestant, Outcome, Spread, Tell, measure
 from dataparallel.tools.doctor.check import usable_cores
 
-#: What changes speed or memory without being seen in the command. Idle threads that spin, for
-#: one, decide much where other programs use the cores too.
+#: Variables that change speed or memory without being seen in the command. Idle threads that spin,
+#: for one, decide much where other programs use the cores too.
 _TELLING = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "ATEN_", "GLOO_", "NCCL_", "TORCH_")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one benchmark says: tables and lines, and below them how it was measured.
+    """The report of one benchmark: tables and lines, and below them how it was measured.
 
     ``content`` is written as JSON; there may be dataclasses in it. It is right if all computed what
     they should, and met what was asked for.
@@ -85,7 +85,7 @@ def publish(report: Report, arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def progress(turns: int) -> Iterator[Tell]:
-    """A bar in the terminal while something is measured, which will take so many turns."""
+    """Show a bar in the terminal while a measurement takes so many turns."""
     columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("starting", total=turns)
@@ -100,7 +100,7 @@ def progress(turns: int) -> Iterator[Tell]:
 
 
 def new_table(title: str, *headings: str, gap: int = 2) -> Table:
-    """An empty table in the style of all benchmarks; its first column has no heading."""
+    """Return an empty table in the style of all benchmarks; its first column has no heading."""
     padding = (0, gap - 1, 0, 0)
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=padding)
     table.add_column("", no_wrap=True)
@@ -128,12 +128,12 @@ def span(value: Spread) -> str:
 
 
 def agreement(text: str, agrees: bool) -> Text:
-    """A figure with a mark that says whether the contestant computes what it should."""
+    """Return a figure with a mark that says whether the contestant computes what it should."""
     return Text(f"{text} ✓", style="green") if agrees else Text(f"{text} ✗", style="bold red")
 
 
 def met(bar: float, is_met: bool) -> Text:
-    """A bar, and whether it is met."""
+    """Return a bar, and a word on whether it is met."""
     words, style = ("met", "green") if is_met else ("missed", "bold red")
     return Text(f"{bar:.2f} {words}", style=style)
 

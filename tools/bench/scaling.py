@@ -1,4 +1,4 @@
-"""What `bench scaling` does: project the time of a step, and check projections on this machine."""
+"""The command `bench scaling`: projections of a step's time, and their check on this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dataparallel.tools.bench.projection import (
 from dataparallel.tools.bench.trainer import TrainTask
 from dataparallel.tools.doctor.check import usable_cores
 
-#: What is measured to check the projection: processes, and replicas of each.
+#: The layouts that check the projection: processes, and replicas of each.
 _CHECKED = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 
@@ -52,7 +52,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of one case; ``seconds`` are those of the rounds, by contestant and call."""
+    """The result of one case; ``seconds`` are those of the rounds, by contestant and call."""
 
     case: str
     samples: int
@@ -79,7 +79,7 @@ def _samples(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _plan(name: str, arguments: argparse.Namespace) -> list[Contestant]:
-    """One replica, what two processes add, and for a check the steps that are projected."""
+    """Return the parts to measure: one replica, two processes, and for a check projected steps."""
     samples = _samples(name, arguments)
     cost = CostTask("ours", (), case=name, samples=samples)
     contestants = [
@@ -140,14 +140,14 @@ def _conclude(
 
 
 def link_of(between: Outcome) -> Link:
-    """What collectives of two sizes tell of a link: each of two hops moves half of the bytes."""
+    """Return the link behind collectives of two sizes: each of two hops moves half the bytes."""
     small, large = (statistics.median(between.seconds[name]) for name in ("small", "large"))
     per_byte = max(large - small, 1e-9) / (LARGE - SMALL)
     return Link(1 / per_byte, max(small - SMALL * per_byte, 0.0) / 2)
 
 
 def costs_of(alone: Outcome, between: Outcome, cap_mb: float | None, cores: int | None) -> Costs:
-    """What the calls of :class:`Meter` tell of costs."""
+    """Return the costs that the calls of :class:`Meter` show."""
     took = {name: statistics.median(rounds) for name, rounds in alone.seconds.items()}
     over = {name: statistics.median(rounds) for name, rounds in between.seconds.items()}
     told, one, two = alone.checked[0], took["probe 1"], took["probe 2"]
@@ -174,7 +174,7 @@ def costs_of(alone: Outcome, between: Outcome, cap_mb: float | None, cores: int 
 
 
 def _buckets(told: Mapping[str, Any], first: int, cap_mb: float | None, cap: int) -> list[Bucket]:
-    """The package's own plan, for gradients of these sizes that come at these times."""
+    """Return the package's own plan, for gradients of these sizes that come at these times."""
     sizes, ready = told["bytes"], told["ready"]
     plan = plan_buckets(
         [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes],

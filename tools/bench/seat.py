@@ -12,12 +12,12 @@ import dataparallel
 from dataparallel import devices
 from dataparallel.tools.bench.harness import Task
 
-#: How long a process waits for the others of its contestant.
+#: The time for which a process waits for the others of its contestant.
 _TIMEOUT = timedelta(seconds=120)
 
 
 class Seat:
-    """What has to be set up before a model is made."""
+    """The setup that precedes the model."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -37,7 +37,7 @@ class Seat:
             )
 
     def wrap(self, module: nn.Module, bucket_cap_mb: float | None = None) -> Any:
-        """A module on the first device as this contestant trains it; the bare one as it is."""
+        """Return a module on the first device as this contestant trains it; or the bare one."""
         if self.task.kind == "bare":
             return module
         if self.task.kind == "ddp":
@@ -56,7 +56,7 @@ class Seat:
         )
 
     def part(self, whole: Tensor) -> Tensor:
-        """This process's part of a batch; all parts are of one size."""
+        """Return this process's part of a batch; all parts are of one size."""
         # A copy, so that the other parts need not stay in memory.
         part = whole.chunk(self.task.world_size)[self.task.rank]
         return (part.clone() if self.task.world_size > 1 else part).to(self.device)

@@ -1,4 +1,4 @@
-"""What `bench train` does: a training step beside the bare module and torch DDP."""
+"""The command `bench train`: a training step beside the bare module and torch DDP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dataparallel.tools.bench.harness import (
 from dataparallel.tools.bench.results import Row, summarize
 from dataparallel.tools.bench.trainer import TrainTask
 
-#: What is compared: a step until the devices have finished it.
+#: The phase that is compared: a step until the devices have finished it.
 _PHASE = "finished"
 
 
@@ -128,7 +128,7 @@ def _compare(results: Mapping[str, Sequence[Row]], peer: str) -> Comparison:
     for title, (ours, *others) in results.items():
         other = next(row for row in others if row.contestant == peer)
         times[title] = ratios(ours.rounds[_PHASE], other.rounds[_PHASE])
-        # Of accelerators where they are used, else of the host.
+        # The memory of accelerators if they are used, else of the host.
         on_devices = ours.device_bytes or other.device_bytes
         sizes = [row.device_bytes if on_devices else row.host_bytes for row in (ours, other)]
         if all(sizes):
@@ -160,7 +160,7 @@ def _table(
     comparisons: Sequence[Comparison],
     arguments: argparse.Namespace,
 ) -> Table:
-    """One section per case, one line per contestant."""
+    """Return one section per case, one line per contestant."""
     where = f"{arguments.processes} x ({', '.join(arguments.devices)})"
     title = f"zero_grad, forward, loss, backward, optimizer step\nreplicas on {where}"
     on_devices = any(row.device_bytes for rows in results.values() for row in rows)

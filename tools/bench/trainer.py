@@ -23,17 +23,17 @@ from dataparallel.tools.bench.seat import Seat
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTask(Task):
-    """Train models, each of which has its own turn.
+    """A task that trains models, each of which has its own turn.
 
     Attributes:
         cases: Names of the models.
         batch: Number of samples of the whole batch; a multiple of ``replicas``.
         chunks: In how many parts the bare module takes the batch, one after the other.
-        loss: Whether ours takes the loss of the gathered output or of each replica.
-        optimizer: Which of torch's.
+        loss: The place where ours takes the loss: the gathered output or each replica.
+        optimizer: The optimizer, one of torch's.
         bucket_cap_mb: Size limit of a bucket. Default: the wrapper's own.
-        compiles: Whether the module of each contestant is compiled.
-        counts: Whether what the host does in a step is counted at the end.
+        compiles: True to compile the module of each contestant.
+        counts: True to count the host's work in a step at the end.
     """
 
     cases: tuple[str, ...]
@@ -46,7 +46,7 @@ class TrainTask(Task):
     counts: bool = False
 
     def begin(self) -> Trainer:
-        """What measures, in the worker process."""
+        """Make the object that measures, in the worker process."""
         return Trainer(self)
 
 
@@ -87,8 +87,8 @@ class Trainer:
     def run(self, steps: int) -> dict[str, list[float]]:
         """Repeat the step of each case; seconds by case and phase.
 
-        Of what the caller does, such as ``"deep forward wall"`` and ``"deep step processor"``; and
-        ``"deep finished"``: of the step until the devices have finished it.
+        The seconds of the caller, such as ``"deep forward wall"`` and ``"deep step processor"``;
+        and ``"deep finished"``: of the step until the devices have finished it.
         """
         self.seat.barrier()
         seconds: defaultdict[str, list[float]] = defaultdict(list)
@@ -158,7 +158,7 @@ class _Step:
             self._monitor = StepMonitor(self.model).__enter__()
 
     def split(self, chunks: int) -> list[tuple[Tensor, ...]]:
-        """The batch for the bare module, in so many parts; others take it whole."""
+        """Return the batch for the bare module, in so many parts; others take it whole."""
         number = chunks if self._is_bare else 1
         return list(zip(*(each.chunk(number) for each in self._batch), strict=True))
 
@@ -181,7 +181,7 @@ class _Step:
             loss.backward()  # type: ignore[no-untyped-call]
             if losses is not None:
                 losses.append(loss.detach())
-            # What it keeps must not count as the optimizer's memory.
+            # The loss must not count as the optimizer's memory.
             del loss
             _add(spent, "forward", begin, middle)
             _add(spent, "backward", middle, _now())

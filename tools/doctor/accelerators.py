@@ -1,4 +1,4 @@
-"""Checks of accelerators: devices, drivers, peer access, NCCL, and what virtual devices need."""
+"""Checks of accelerators: devices, drivers, peer access, NCCL, needs of virtual devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataparallel.tools.doctor.check import Check, Probe
 
 
 def devices(probe: Probe) -> Iterator[Check]:
-    """One record per accelerator: name, memory, capability."""
+    """Yield one record per accelerator: name, memory, capability."""
     torch, package = probe.module("torch"), probe.module("dataparallel")
     if torch is None or package is None:
         return
@@ -49,7 +49,7 @@ def _describe(module: Any, index: int) -> str:
 
 
 def driver(probe: Probe) -> Check:
-    """The NVIDIA driver, as NVML knows it, and whether torch can use it."""
+    """Check the NVIDIA driver, as NVML knows it, and that torch can use it."""
     name, needed = "NVIDIA driver", "no driver answers; needed for CUDA"
     nvml = probe.module("pynvml")
     if nvml is None:
@@ -84,7 +84,7 @@ def _text(value: str | bytes) -> str:
 
 
 def peer_access(probe: Probe) -> Iterator[Check]:
-    """Which pairs of CUDA devices copy directly, as a matrix; nothing for fewer than two."""
+    """Check which pairs of CUDA devices copy directly, as a matrix; nothing for fewer than two."""
     torch = probe.module("torch")
     count = int(torch.cuda.device_count()) if torch is not None else 0
     if count < 2:
@@ -136,7 +136,7 @@ def nccl(probe: Probe) -> Check:
 
 
 def _compiler(probe: Probe, purpose: str) -> Check:
-    """The C++ compiler: what CXX says and nothing else, if it is set."""
+    """Check the C++ compiler: that of CXX alone, if that is set."""
     group, name = "Virtual devices", "C++ compiler"
     chosen = probe.environment("CXX")
     wanted = shlex.split(chosen)[:1] if chosen else ["c++", "g++", "clang++"]
@@ -152,7 +152,7 @@ def _compiler(probe: Probe, purpose: str) -> Check:
 
 
 def virtual_devices(probe: Probe) -> Iterator[Check]:
-    """What compiles the virtual devices, and whether that has been done."""
+    """Check the compiler of the virtual devices, and if it has compiled them."""
     purpose = "compiles the virtual devices, once"
     yield _compiler(probe, purpose)
     headers = probe.python_header()
@@ -170,7 +170,7 @@ def virtual_devices(probe: Probe) -> Iterator[Check]:
 
 
 def gpu_packages(probe: Probe) -> Check:
-    """The optional package that is of use with NVIDIA GPUs only."""
+    """Return the check of the optional package that only helps with NVIDIA GPUs."""
     name, purpose = "nvidia-ml-py", "driver and memory of NVIDIA GPUs"
     problem = package_problem(probe.distribution)
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Checks of what the package cannot do without, and of its optional packages."""
+"""Checks of the needs of the package, and of its optional packages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def threads(probe: Probe) -> Check:
 
 
 def extras(probe: Probe) -> Iterator[Check]:
-    """The optional packages, each with what it is needed for."""
+    """Yield the optional packages, each with its use."""
     for distribution, purpose, remedy in _EXTRAS:
         version = probe.version(distribution)
         if version is None:

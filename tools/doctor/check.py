@@ -19,16 +19,16 @@ Status = Literal["ok", "missing", "problem"]
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found.
+    """The finding of one check.
 
     Attributes:
         group: Heading under which it is shown, for example ``"Devices"``.
-        name: What was looked at.
+        name: The thing that was looked at.
         status: ``"ok"``; ``"missing"``, something optional is not there; ``"problem"``, something
             is there but cannot work.
-        detail: What was found, in a line or a few.
-        remedy: What to do, a command if there is one; empty when there is nothing to do.
-        essential: Whether the package cannot work at all while this is a problem.
+        detail: The finding, in a line or a few.
+        remedy: The remedy, a command if there is one; empty when there is nothing to do.
+        essential: True if the package cannot work at all while this is a problem.
     """
 
     group: str
@@ -76,14 +76,14 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class Probe:
-    """How checks look at the machine; tests put other functions in.
+    """The functions by which checks look at the machine; tests put other functions in.
 
     Attributes:
         version: Installed version of a distribution, or None.
         distribution: An installed distribution, as ``importlib.metadata`` describes it.
         module: The module of that name, or None where it cannot be imported.
         which: Path of an executable, or None.
-        output: What a command prints, or None where it fails or takes over ten seconds.
+        output: Output of a command, or None if it fails or takes over ten seconds.
         environment: Value of an environment variable, or None.
         python: Version of the running Python.
         python_header: Path of Python.h, or None.

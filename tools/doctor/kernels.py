@@ -1,4 +1,4 @@
-"""Checks of the CUDA kernels: whether CuPy fits torch, and what computes on each device."""
+"""Checks of the CUDA kernels: of CuPy for torch, and of the code that computes on each device."""
 
 from __future__ import annotations
 
