@@ -2,7 +2,7 @@
 
 Note [The cut]
 ~~~~~~~~~~~~~~
-What a replica computes leads to leaves: its parameters (see Note [Leaves of the replicas]) and its
+A replica's computation leads to leaves: its parameters (see Note [Leaves of the replicas]) and its
 inputs, which are detached from the caller's graph. The outputs of all replicas go through one node,
 the cut, whose inputs are the caller's inputs and the originals:
 
@@ -10,10 +10,10 @@ the cut, whose inputs are the caller's inputs and the originals:
     replica i's graph: leaves ──► forward ──► outputs of i
 
 Backward of the cut runs the backward of the replicas' graphs, all of it, as one round of the
-reducer: on the CPU in the replicas' threads at the same time, where one engine call would run them
-one after another. It is one call for all with devices that have backward threads of their own,
-since a second call for a device whose thread waits for it would never end, and where graphs share a
-node: where replicas met in forward, or use tensors from outside.
+reducer. On the CPU it runs in the replicas' threads at the same time, where one engine call would
+run them one after another. It is one call for all with devices that have backward threads of their
+own: a second call for a device whose thread waits for it would never end. It is one call, too, if
+graphs share a node, because replicas met in forward or use tensors from outside.
 
 Several cuts of one wrapper in one backward make one round, which the last of them ends.
 
@@ -34,10 +34,10 @@ refuses on a leaf and on a view of one. So the module is given what a node has m
 leaf, no view, and the same memory. Only a leaf of the caller's own is given as a leaf, since the
 bare module could not write that either. An input that is given twice is one tensor in the replica.
 
-What one replica writes, or makes require grad, is from then on a result of the module for the
-caller, too, as with the bare module: the replica's tensor becomes one more output of the cut, and
-the caller's tensor gets the history of that output. Of several replicas each has a copy of its
-chunk, and what it writes there nobody else sees.
+A tensor that one replica writes, or makes require grad, is from then on a result of the module for
+the caller, too, as with the bare module. The replica's tensor becomes one more output of the cut,
+and the caller's tensor gets the history of that output. Each of several replicas has a copy of its
+chunk, and nobody else sees its writes there.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from dataparallel.torch_internals import untraced, will_execute
 _LeafNode = type(_edge_of(torch.zeros((), requires_grad=True)).node)
 _variable = attrgetter("variable")
 
-# How many forwards without a backward are remembered.
+# The number of forwards without a backward that are remembered.
 _MOST_OPEN = 1000
 
 #: Number of no backward.
@@ -121,10 +121,10 @@ class Ending:
 
 
 class ReplicaInputs:
-    """What one replica is given in one forward. See Note [What stands for an input]."""
+    """The inputs of one replica in one forward. See Note [What stands for an input]."""
 
     def __init__(self, values: Sequence[Any]) -> None:
-        #: What the module is given in the places of the values.
+        #: The values that the module gets in place of the inputs.
         self.given = list(values)
         #: The tensors that require grad, each once, and the leaves that stand for them.
         self.outer: list[torch.Tensor] = []
@@ -147,7 +147,7 @@ class ReplicaInputs:
             self.given[position] = self._stands[id(value)][1]
 
     def take_written(self) -> list[torch.Tensor]:
-        """The replica's tensors for inputs that the module has made a part of its graph."""
+        """Return the replica's tensors for inputs that the module has made a part of its graph."""
         result: list[torch.Tensor] = []
         for value, given, required, node in self._stands.values():
             if given.grad_fn is node and given.requires_grad is required:
@@ -207,7 +207,7 @@ class Forward:
 
     number: int
     thread: int
-    #: Whether it is a step, which is left out if no backward comes to it.
+    #: True if it is a step, which is left out if no backward comes to it.
     is_step: bool
 
 
@@ -218,18 +218,18 @@ class Forwards:
         self._module = module
         self._numbers = itertools.count()
         self._open: deque[Forward] = deque(maxlen=_MOST_OPEN)
-        # Whether a backward has come to one in evaluation mode.
+        # True once a backward has come to a forward in evaluation mode.
         self._trains_in_evaluation = False
 
     def begin(self) -> Forward:
-        """One more, of this thread."""
+        """Begin one more forward of this thread."""
         is_step = self._module.training or self._trains_in_evaluation
         forward = Forward(next(self._numbers), threading.get_ident(), is_step)
         self._open.append(forward)
         return forward
 
     def come_to(self, forwards: Sequence[Forward], *, again: bool) -> Sequence[Forward]:
-        """A backward comes to some, maybe not for the last time; returns them."""
+        """Note that a backward comes to some, maybe not for the last time; return them."""
         for forward in forwards:
             self._trains_in_evaluation |= not forward.is_step
         if not again:
@@ -237,7 +237,7 @@ class Forwards:
         return forwards
 
     def open_before(self, forward: Forward | None = None) -> list[Forward]:
-        """The steps that are open: before a forward in its thread, or in this thread."""
+        """Return the steps that are open: before a forward in its thread, or in this thread."""
         end = math.inf if forward is None else forward.number
         thread = threading.get_ident() if forward is None else forward.thread
         return [f for f in self._open if f.is_step and f.thread == thread and f.number < end]
@@ -265,7 +265,7 @@ class Cuts:
     leaves: Sequence[Sequence[torch.Tensor]]
     #: Runs one function per replica, each in its thread; None where there are other replicas since.
     run: Callable[[Sequence[Callable[[], Any]]], Any] | None
-    #: Whether the replicas' backward is one call in any case.
+    #: True if the replicas' backward is one call in any case.
     together: bool
     #: Those that are reduced over processes; None where there is one process.
     forwards: Forwards | None
@@ -329,7 +329,7 @@ class Cuts:
             outside, shared = self._from_outside(inputs, followed)
             separate = not (self.together or outside or shared)
             forward = None
-            # What a backward runs again is no step of its own.
+            # A forward that a backward runs again is no step of its own.
             if synchronize and self.forwards and torch_internals.current_graph_task_id() == NO_TASK:
                 forward = self.forwards.begin()
             cut = Cut(self, self._streams, separate, synchronize, weight, outside, forward)
@@ -366,7 +366,7 @@ class Cuts:
                 # An anchor is no concern of users, but replicas meet in what leads to it.
                 if id(leaf) not in owner and not isinstance(leaf, Anchor):
                     found.append(leaf)
-                # That of another replica, where this one alone uses what they have in common.
+                # It is another replica's leaf, if only this one uses their common part.
                 shared |= owner.setdefault(id(leaf), index) != index
             shared |= not every.isdisjoint(nodes)
             every.update(nodes)
@@ -385,7 +385,7 @@ class Cut:
 
     cuts: Cuts
     streams: NodeStreams
-    #: Whether no two replicas' graphs share a node.
+    #: True if no two replicas' graphs share a node.
     separate: bool
     synchronize: bool
     weight: float
@@ -428,7 +428,7 @@ class Cut:
                     row[place] = next(left)
 
     def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
-        """The gradients of the inputs, and of the originals where the engine is to have them."""
+        """Return the gradients of the inputs, and of the originals if the engine delivers them."""
         self._task = task = torch_internals.current_graph_task_id()
         alive = list(self.cuts.outstanding)
         coming = [other for other in alive if other._comes_in(task)]
@@ -491,8 +491,8 @@ class _Backward:
         # Those to which the backward comes.
         self._forwards = forwards
         self._grads = _in_rows(cut.outputs, grads)
-        # Whether it is a plain `backward()`, and whether it is a `torch.autograd.grad` that returns
-        # gradients of originals.
+        # True for a plain `backward()`; and true for a `torch.autograd.grad` that returns gradients
+        # of originals.
         self._everything = will_execute(_node_of(cut.cuts.anchor))
         self._captured = False
         # The first three arguments of forward are not the caller's.
@@ -504,13 +504,13 @@ class _Backward:
         self._parameters: Sequence[bool] = wanted[sum(map(len, cut.inputs)) :]
 
     def _asked(self, node: Any, needed: Sequence[bool]) -> list[bool]:
-        """Which gradients a backward with `inputs=`, or a `torch.autograd.grad`, is about."""
+        """Find the gradients that a backward with `inputs=` or an `autograd.grad` asks for."""
         num_inputs = sum(map(len, self._cut.inputs))
         answers = []
         # One entry for each argument of forward that is a tensor: the anchor comes first.
         edges = node.next_functions[1:]
         for position, ((leaf, _), need) in enumerate(zip(edges, needed, strict=True)):
-            # Of leaves alone torch tells whether their gradient is captured.
+            # Torch tells only for leaves whether their gradient is captured.
             if leaf is not None and leaf.name() == f"{Identity.__name__}Backward":
                 leaf = leaf.next_functions[0][0]
             try:
@@ -607,17 +607,17 @@ class _Backward:
         return [[found.get(id(leaf)) for leaf in self._leaves(replica)] for replica in replicas]
 
     def _leaves(self, replica: int) -> list[torch.Tensor]:
-        """The leaves of a replica: its inputs, then its parameters."""
+        """Return the leaves of a replica: its inputs, then its parameters."""
         return [*self._cut.inputs[replica], *self._cuts.leaves[replica]]
 
     def _chosen(self, replica: int) -> Iterator[torch.Tensor]:
-        """The leaves of a replica whose gradients are wanted."""
+        """Return the leaves of a replica whose gradients are wanted."""
         return compress(self._leaves(replica), [*self._inputs[replica], *self._parameters])
 
     def _roots(
         self, replicas: Sequence[int], grads: _MaybeRows
     ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """The outputs that have a gradient, and these."""
+        """Return the outputs that have a gradient, and these."""
         outputs: list[GradientEdge] = []
         roots: list[torch.Tensor] = []
         for replica in replicas:
@@ -628,7 +628,7 @@ class _Backward:
         return outputs, roots
 
     def _sorted(self, found: _MaybeRows) -> _Results:
-        """What was found for the leaves, as gradients of the inputs and of the originals."""
+        """Sort the gradients of the leaves into those of the inputs and of the originals."""
         inputs: list[MaybeTensor] = []
         columns: list[MaybeTensor] = []
         for row, own in zip(found, self._cut.inputs, strict=True):
@@ -642,12 +642,12 @@ class _Backward:
 
 
 def _with_history(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among some values that require grad."""
+    """Return the tensors among some values that require grad."""
     return [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 def _in_rows(rows: Sequence[Sequence[Any]], flat: Iterable[Any]) -> list[list[Any]]:
-    """A flat sequence, divided as some rows are."""
+    """Return a flat sequence, divided as some rows are."""
     return list(map(list, map(islice, repeat(iter(flat)), map(len, rows))))
 
 
@@ -661,7 +661,7 @@ class Anchor(torch.nn.Parameter):
 
 @contextlib.contextmanager
 def _set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A ``with`` block in which leaves have neither gradients nor hooks."""
+    """Keep leaves free of gradients and hooks in a ``with`` block."""
     both = (torch_internals.backward_hooks, torch_internals.post_accumulate_grad_hooks)
     tables = [table for leaf in leaves for hooks in both if (table := hooks(leaf))]
     kept = [dict(table) for table in tables]

@@ -6,23 +6,23 @@ are those of ``torch.nn.parallel._functions``. Devices exist, sizes fit: callers
 Note [Gradient edges]
 ~~~~~~~~~~~~~~~~~~~~~
 A replica computes with tensors that hold the originals' values and whose ``grad_fn`` leads back to
-the originals: one node per bucket of parameters, with one output per replica and parameter. It can
-run as soon as the last gradient of the bucket has arrived, while backward goes on in the threads of
-the other devices: that is the overlap.
+the originals. There is one node per bucket of parameters, with one output per replica and
+parameter. It can run as soon as the last gradient of the bucket has arrived, while backward goes on
+in the threads of the other devices: that is the overlap.
 
 The sum of a bucket, in replica order, depends on nothing but its inputs, so thread timing does not
-change the result, not even in the last bit. Replica 0 has edges of its own too: if it computed with
+change the result, not even in the last bit. Replica 0 has edges of its own too. If it computed with
 the originals, its contributions would be added to the other replicas' sum inside the engine, in
 order of arrival.
 
 Note [Streams of a node]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A node runs in a thread of the engine, which sets the current stream of one device there: of the
-node's first output on an accelerator, to what it was in forward. On that stream, the node's own,
-all gradients it is given are ready, and all it returns have to be. Of other devices the thread has
-the default streams. So a node of several devices keeps the forward's streams of all of them, and
-its backward uses these: they are behind what has computed the gradients there, and memory that
-backward allocates and frees belongs to the streams that use it.
+A node runs in a thread of the engine, which sets the current stream of one device there. It is the
+device of the node's first output on an accelerator, and the stream is that of the forward. On that
+stream, the node's own, all gradients it is given are ready, and all it returns have to be. For
+other devices the thread has the default streams. So a node of several devices keeps the forward's
+streams of all of them, and its backward uses these. They are behind the work that has computed the
+gradients there, and memory that backward allocates and frees belongs to the streams that use it.
 
 Only what a module has computed on a stream that is not its caller's is ready on the node's own
 stream alone, and is memory of another one. So the other devices' streams wait for that, and the few
@@ -49,8 +49,8 @@ from dataparallel.comm.bucket_plan import fill
 from dataparallel.comm.local import concatenate, copies_of, split, sums_of
 from dataparallel.graph.originals import OriginalHooks
 
-# In these functions `None` may stand for a tensor: the gradient of an output that nobody used, and,
-# when the backward is itself differentiated, the input that this gradient then is.
+# In these functions `None` may stand for a tensor: the gradient of an output that nobody used. When
+# the backward is itself differentiated, the input that this gradient then is may be `None`, too.
 _MaybeTensor = torch.Tensor | None
 
 _device = attrgetter("device")
@@ -99,7 +99,7 @@ class NodeStreams:
     Args:
         given: Devices of the gradients that it is given.
         made: Devices of those that it returns.
-        waits: Whether what it is given may be ready on the node's own stream alone.
+        waits: True if the given tensors may be ready on the node's own stream only.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
 Note [Gradients in a context]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A backward of ``dataparallel.distributed_autograd`` puts gradients into its context and never into
-``.grad``. What a wrapper does with the gradients of its parameters it then does with those in the
-context: it adds to them, sends what ``no_sync`` has left there, and knows nothing of other contexts
-and of ``.grad``. Which of the two it is, is asked once for each round, in the node that begins it.
+``.grad``. A wrapper treats the gradients in the context like those of its parameters. It adds to
+them, sends those that ``no_sync`` has left there, and knows nothing of other contexts and of
+``.grad``. The node that begins a round asks once which of the two it is.
 
 The parameters of the replicas are no concern of the context: the backward through the replicas is
 one of its own, and belongs to no pass. So the pass does not go on from there to other
@@ -46,7 +46,7 @@ class GradientHome:
     context_id: int | None = None
 
     def read(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient of each parameter, None where there is none."""
+        """Return the gradient of each parameter, None where there is none."""
         return [parameter.grad for parameter in parameters]
 
     def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -69,10 +69,10 @@ IN_GRAD = GradientHome()
 
 
 class BackwardPasses:
-    """What the wrappers ask about backwards; here, where there are none but torch's own."""
+    """The answers to the wrappers' questions about backwards; here, for torch's own backwards."""
 
     def home(self) -> GradientHome:
-        """Where the backward that runs in this thread leaves gradients."""
+        """Return the place in which the backward of this thread leaves gradients."""
         return IN_GRAD
 
     def reach_other_workers(self, outputs: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -96,11 +96,11 @@ def use_passes(others: BackwardPasses) -> None:
 class _Recorder:
     """The one hook of an original that is not the user's; tells the others when to run."""
 
-    #: Whether the engine has a gradient, for the hooks that run after accumulation.
+    #: True if the engine has a gradient for the hooks that run after accumulation.
     arrives = False
-    #: Whether these wait for the end of the round.
+    #: True if these hooks wait for the end of the round.
     waits = False
-    #: What a hook has raised meanwhile.
+    #: The error that a hook has raised meanwhile.
     failure: BaseException | None = None
 
     def __call__(self, grad: torch.Tensor | None) -> None:
@@ -129,7 +129,7 @@ class _Guarded(functools.partial[Any]):
 
 
 class OriginalHooks:
-    """Guards the hooks of the originals. See Note [Hooks on the originals]."""
+    """A guard of the hooks of the originals. See Note [Hooks on the originals]."""
 
     def __init__(self, originals: Sequence[torch.Tensor]) -> None:
         self._originals = originals
@@ -164,7 +164,7 @@ class OriginalHooks:
 
     @property
     def failure(self) -> BaseException | None:
-        """What a hook has raised in the backward that is under way."""
+        """Return the error that a hook has raised in the backward that is under way."""
         failures = (recorder.failure for recorder in self._recorders.values())
         return next(filter(None, failures), None)
 

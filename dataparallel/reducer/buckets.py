@@ -3,16 +3,16 @@
 Note [Gradient layout contract]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A bucket view has the strides of its parameter if that is dense and does not overlap itself, else it
-is contiguous. This is what the autograd engine makes of a gradient that it accumulates, so adding
-one to the other is a pass over memory in order, and an optimizer's fused step finds both alike.
+is contiguous. The autograd engine does the same with a gradient that it accumulates. So adding one
+to the other is a pass over memory in order, and an optimizer's fused step finds both alike.
 
 Note [Bucket views]
 ~~~~~~~~~~~~~~~~~~~
 With ``gradient_as_bucket_view`` the originals' ``.grad`` become views of the flat tensor that was
-reduced, which saves the copy out of it. Where they are still there when the next round begins, the
-bucket takes new memory: so what ``.grad`` held is there when the round reads it, and after a round
-that has failed. The result is then copied into the views, which stay what ``.grad`` is: a reference
-that somebody keeps shows later gradients, too, and the next round needs no new memory again.
+reduced, which saves the copy out of it. If they are still there when the next round begins, the
+bucket takes new memory. So the old content of ``.grad`` is there when the round reads it, and after
+a round that has failed. The result is then copied into the views, which stay in ``.grad``. A
+reference that somebody keeps shows later gradients, too, and the next round needs no new memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dataparallel.reducer.options import (
 _grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 MaybeTensor: TypeAlias = torch.Tensor | None
-#: Of several parameters, one gradient each; None where there is none.
+#: One gradient for each of several parameters; None for one without.
 Gradients: TypeAlias = list[MaybeTensor]
 
 
@@ -86,9 +86,9 @@ class Bucket:
         self.names = [trained.names[i] for i in indices]
         self.leaves = [[replica[i] for i in indices] for replica in leaves]
         self.home = self.originals[0].device
-        #: What is sent; None for a sparse gradient, and where nothing is.
+        #: The memory that is sent; None for a sparse gradient, and if nothing is sent.
         self.storage: BucketStorage | None = None
-        #: Whether what was received becomes ``.grad``. See Note [Bucket views].
+        #: True if the received values become ``.grad``. See Note [Bucket views].
         self.is_viewed = False
         if reduces and not trained.sparse[indices[0]]:
             self.storage = BucketStorage(self.originals, options.mixed_precision.reduce_dtype)
@@ -122,8 +122,8 @@ class Bucket:
                 self.storage = BucketStorage(self.originals)
 
     def load(self, sums: Gradients, scale: float) -> torch.Tensor:
-        """What is sent: the flat tensor or a sparse gradient, scaled, with zeros for None."""
-        # What weighs nothing is nothing: the gradient of a mean over nothing may be NaN.
+        """Return the tensor to send: flat or a sparse gradient, scaled, with zeros for None."""
+        # A weight of 0 gives zeros: the gradient of a mean over nothing may be NaN.
         if self.storage is None:
             grad = sums[0] if scale else None
             if grad is None:
@@ -138,7 +138,7 @@ class Bucket:
     def received(
         self, flat: torch.Tensor, sums: Gradients, used: Sequence[int], *, as_views: bool
     ) -> Gradients:
-        """The gradients of the originals that any process has; the memory of ``sums`` is reused."""
+        """Return the gradients of the originals that any process has; this reuses ``sums``."""
         if self.storage is None:
             return [flat if used[self.indices[0]] else None]
         views = self.storage.views
@@ -191,18 +191,17 @@ class Buckets:
         ]
         #: By parameter, the number of its bucket.
         self.number_of = {i: bucket.number for bucket in self.all for i in bucket.indices}
-        #: How many parameters, from the first on, are reduced over processes.
+        #: The number of parameters, from the first on, that are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
-        """Which leaves tell of their gradients: all that are trained while no order is known, then
-        the last of each bucket."""
+        """Return leaves that tell of gradients: all trained ones, then the last of each bucket."""
         trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan]
         return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
 
     def take_late(self) -> list[tuple[Bucket, list[Gradients]]]:
-        """Of each bucket and replica, what has come since gradients were taken, if any has."""
+        """Take the gradients that came late, by bucket and replica, if there are any."""
         if {type(None)}.issuperset(map(type, map(_grad_of, self._leaves))):
             return []
         replicas = range(len(self.all[0].leaves))
@@ -230,14 +229,14 @@ def make_plan(
     *,
     sends: bool,
 ) -> list[list[int]]:
-    """The plan of all buckets: delayed parameters come late, and what stays local comes last."""
+    """Return the plan of all buckets: delayed parameters come late, and local ones last."""
     local = set(range(trained.num_reduced, len(trained.names)))
     late = {i for i, name in enumerate(trained.names) if name in options.delayed} - local
     prompt = set(range(trained.num_reduced)) - late
     return plan_buckets(
         trained.parameters,
-        # Where nothing is sent, nothing begins early: a thread that adds up and frees gradients
-        # takes the interpreter's lock from the others at each.
+        # If nothing is sent, nothing begins early: a thread that adds up and frees gradients takes
+        # the interpreter's lock from the others at each.
         first_bytes=FIRST_BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES,
         cap_bytes=options.bucket_bytes(sends=sends),
         expect_sparse=trained.sparse,
@@ -247,14 +246,14 @@ def make_plan(
 
 
 def _empty_sparse(like: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient without entries, as of an embedding that was not used."""
+    """Return a sparse gradient without entries, as of an embedding that was not used."""
     # Whoever makes one of indices and values is warned by torch 2.11.
     row = torch.zeros((1, *like.shape[1:]), dtype=like.dtype, device=like.device).to_sparse(1)
     return row.sparse_resize_(like.shape, 1, like.dim() - 1).coalesce()
 
 
 def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
-    """The sum of what is there."""
+    """Return the sum of the gradients that are there."""
     if first is None or second is None:
         return second if first is None else first
     return first + second

@@ -6,8 +6,8 @@ unmodified.
 
 Note [Hooks that launch from callbacks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A hook may launch further collectives from a callback of its first future. Where threads complete
-futures, as with gloo, the callbacks of two buckets run in another order in another process, which
+A hook may launch further collectives from a callback of its first future. If threads complete
+futures, as with gloo, the callbacks of two buckets run in another order in another process. That
 mixes their collectives up: torch's wrapper crashes as soon as there is a second bucket. Such hooks
 get a bucket when the future of the one before is done. Torch's own ones are recognized; others say
 ``hook.one_bucket_at_a_time = True``. It is not the rule for all, since a hook may complete the
@@ -82,7 +82,7 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of all gradients, shape ``(numel,)``, or a sparse gradient; no copy."""
+        """Return the flat tensor of all gradients, ``(numel,)``, or a sparse gradient; no copy."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer per parameter, in its shape and layout; none if it is sparse."""
+        """Return one view of the buffer per parameter, in its shape and layout; none if sparse."""
         if self._bucket.storage is None:
             return []
         views = self._bucket.storage.views
@@ -108,11 +108,11 @@ class GradBucket:
         return [part.as_strided(view.shape, view.stride()) for part, view in pairs]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the bucket, in the order of :meth:`gradients`: the originals."""
+        """Return the parameters of the bucket, in the order of :meth:`gradients`: the originals."""
         return list(self._bucket.originals)
 
     def names(self) -> list[str]:
-        """The names of the parameters, in the order of :meth:`parameters`."""
+        """Return the names of the parameters, in the order of :meth:`parameters`."""
         return list(self._bucket.names)
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class ResolvedHook(NamedTuple):
         return wait
 
     def _accepted(self, value: Any, flat: torch.Tensor) -> torch.Tensor:
-        """The value of a future, as the bucket's new content."""
+        """Return the value of a future, as the bucket's new content."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
             (value,) = value
         if flat.is_complex() and getattr(value, "shape", None) == (*flat.shape, 2):
@@ -178,7 +178,7 @@ class ResolvedHook(NamedTuple):
 
 
 def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
-    """The hook that the user means: a function, a name or torch's ``BuiltinCommHookType``."""
+    """Return the hook of the user: a function, a name or torch's ``BuiltinCommHookType``."""
     function: Any = hook if callable(hook) else _NAMED.get(str(getattr(hook, "name", hook)).lower())
     if function is None:
         kind = ValueError if isinstance(hook, str) else TypeError
@@ -186,7 +186,7 @@ def resolve_hook(hook: object, state: Any = None) -> ResolvedHook:
             f"there is no communication hook {hook!r}; pass a function hook(state, bucket) or one "
             f"of {', '.join(map(repr, _NAMED))}"
         )
-    # That of a functools.partial.
+    # The function inside of a functools.partial.
     inner: Any = getattr(function, "func", function)
     _check_annotations(function)
     parts = [function, inner]
@@ -231,7 +231,7 @@ def _check_annotations(hook: Callable[..., Any]) -> None:
 
 
 def _form(value: Any) -> str:
-    """What the new content of a bucket must have in common with the old, in words."""
+    """Describe the properties that the new content of a bucket must share with the old."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     kind = "complex" if value.is_complex() else "real" if value.is_floating_point() else "whole"
@@ -240,7 +240,7 @@ def _form(value: Any) -> str:
 
 @contextlib.contextmanager
 def _located(bucket: GradBucket) -> Iterator[None]:
-    """An error of the user's function says for which bucket it came."""
+    """Add the bucket to an error of the user's function."""
     try:
         yield
     except BaseException as error:

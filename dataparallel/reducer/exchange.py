@@ -9,12 +9,12 @@ through a group of its own, so it cannot be mistaken for a bucket.
 Note [The vote]
 ~~~~~~~~~~~~~~~
 In each round every rank launches one collective of fixed size, in the host's memory: which
-parameters it used, which gradients came late, and whether something is not finite. Whether it is
-launched depends on nothing that another rank says. A rank that used all parameters needs no answer:
-it reads that at its next forward. These wait for it in backward: a rank with unused parameters,
-before it delivers them; one with gradients that came after their bucket was sent; and all ranks in
-the first round and with a communication hook. Gradients that came late are in no sum where some
-rank did not wait. Then all raise, that one at its next forward.
+parameters it used, which gradients came late, and whether something is not finite. Nothing that
+another rank says decides whether it is launched. A rank that used all parameters needs no answer:
+it reads that at its next forward. A rank with unused parameters waits for it in backward, before it
+delivers them. So does a rank with gradients that came after their bucket was sent. All ranks wait
+for it in the first round and with a communication hook. Gradients that came late are in no sum
+where some rank did not wait. Then all raise, that one at its next forward.
 
 Note [Failures of a round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -25,10 +25,10 @@ ranks make new links at their next forward, where they compare how many rounds e
 they were not given the same, all raise, until the replicas were compared or a state was loaded.
 
 Collectives of a communication hook are in a group of the user's, which stays. So a rank that fails
-first sends zeros through the hook for what is left, since the others wait for it, and with a hook
-all ranks wait for the vote. If it cannot, their collectives would be mixed up with those of the
-next step. So with new links processes compare how often hooks have run over the group, too: if not
-equally often, no wrapper with a hook trains over it any more.
+first sends zeros through the hook for the rest, since the others wait for it. With a hook all ranks
+wait for the vote. If it cannot, their collectives would be mixed up with those of the next step. So
+with new links processes compare how often hooks have run over the group, too: if not equally often,
+no wrapper with a hook trains over it any more.
 
 Note [Ranks that part]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -39,15 +39,15 @@ steps they have left open before it: forwards to which no backward has come. In 
 same it is the same number, however many forwards a round is about. It is larger in a rank that has
 left out a step. Then the others raise before a gradient is used, which leaves the step out there,
 too. The rank itself has left its step out before: with what it has computed it takes part in the
-others' next round. So all go on with the same step. What all have left out counts no more.
-Where several wrappers are in a backward that is dropped, those whose rounds were left raise once
-more at their next forward, in all ranks.
+others' next round. So all go on with the same step. A step that all have left out counts no more.
+If several wrappers are in a backward that is dropped, those whose rounds were left raise once more
+at their next forward, in all ranks.
 
 A forward under ``no_grad`` or ``no_sync`` is no step, nor one that a backward runs again, as of a
 checkpoint. One in evaluation mode is a step only in a wrapper that trains in this mode. Each thread
 has steps of its own, since forwards of threads come in any order.
 
-Where the host waits for buckets, it looks at the numbers behind them, when they have long come. On
+If the host waits for buckets, it looks at the numbers behind them, when they have long come. On
 accelerators it waits for nothing, and looks with the vote. A rank whose next forward sends buffers
 may come to no round: where a step is open it first tells of that, and links are made anew.
 """
@@ -86,7 +86,7 @@ _log = logging.getLogger("dataparallel")
 
 # Seconds that a process which ends gives to the others to get its last vote.
 _LAST_VOTE = 2.0
-# What a rank was doing when it failed, as the others read it; by the kind of the failure.
+# The activity of a rank when it failed, as the others read it; by the kind of the failure.
 _DOING = {
     "raised": "backward",
     "late": "backward, after its last bucket was sent",
@@ -94,11 +94,11 @@ _DOING = {
 
 
 class Progress:
-    """What a wrapper knows of its rounds; outlives reducers and links."""
+    """A wrapper's record of its rounds; outlives reducers and links."""
 
-    #: How many rounds have given this process gradients.
+    #: The number of rounds that have given this process gradients.
     num_rounds = 0
-    #: Why the replicas of the processes may differ; empty if they do not.
+    #: The reason why the replicas of the processes may differ; empty if they do not.
     doubt = ""
     # The wrapper's first link, whose name tells it from other wrappers in all processes.
     _name = ""
@@ -136,11 +136,11 @@ class Progress:
             )
 
     def gave(self) -> None:
-        """A round has given this process gradients."""
+        """Note that a round has given this process gradients."""
         self.num_rounds += 1
 
     def settle(self) -> None:
-        """All processes have the same parameters, whatever there was before."""
+        """Note that all processes have the same parameters, whatever there was before."""
         self.num_rounds, self.doubt = 0, ""
 
     def check(self) -> None:
@@ -171,7 +171,7 @@ class ReducerProcesses:
         self._make = functools.partial(ProcessLink, group, timeout=timeout)
         self._links: list[ProcessLink] = []
         self._verify = verify
-        #: How many processes have data.
+        #: The number of processes that have data.
         self.num_active = self.world_size
         self._failures, self._hooked = failures_of(parent), hooked
         #: Their ranks in the default group.
@@ -228,11 +228,11 @@ class ReducerProcesses:
         return self._has_failed or any(link.broken for link in self._links)
 
     def failure_of(self, rank: int, text: str) -> Failure:
-        """What is known of a rank that has left out a step."""
+        """Return the failure of a rank that has left out a step."""
         return self._failures.of(rank, "skipped", text)
 
     def count_hook_call(self) -> None:
-        """A communication hook has begun its collectives."""
+        """Note that a communication hook has begun its collectives."""
         self._failures.count_hook_call()
 
     def check_late(self) -> None:
@@ -240,7 +240,7 @@ class ReducerProcesses:
         self._failures.check_late()
 
     def report(self, error: BaseException, kind: str = "raised") -> None:
-        """A round has failed here: let the others know, and use the links no more."""
+        """Let the others know that a round has failed here, and use the links no more."""
         # First: telling may be interrupted.
         self._has_failed = True
         if self._links:
@@ -248,7 +248,7 @@ class ReducerProcesses:
 
 
 def late_error(names: Iterable[str]) -> RuntimeError:
-    """The error where gradients came late in some ranks, and others did not wait for them."""
+    """Return the error if gradients came late in some ranks, and others did not wait for them."""
     return RuntimeError(
         "these parameters got a gradient after their bucket was sent, and not in all processes: "
         f"{describe_names(names)}. The others did not wait for it, so it is in no sum. Use "
@@ -261,7 +261,7 @@ def late_error(names: Iterable[str]) -> RuntimeError:
 
 
 class Agreement:
-    """What all ranks say when a round begins, under way. See Note [Ranks that part].
+    """The messages of all ranks as a round begins, under way. See Note [Ranks that part].
 
     With ``forwards`` it is about the round of these; with None, a rank begins another forward.
     """
@@ -293,7 +293,7 @@ class Agreement:
         return self._pending.sent.tolist()
 
     def total_weight(self) -> float:
-        """The sum of what all processes count in an average."""
+        """Return the sum of the weights of all processes in an average."""
         return sum(self._heard[::2])
 
     def check(self, outcome: str) -> RanksParted | None:
@@ -330,13 +330,13 @@ class Agreement:
 # --- the vote --------------------------------------------------------------------------------
 
 
-#: What ranks say of one parameter; the largest is what all of them say together. ``.grad`` held
-#: something that was sent; it got a gradient; it got one after its bucket was sent.
+#: The marks of ranks for one parameter; the largest is the mark of all of them together. ``.grad``
+#: held something that was sent; it got a gradient; it got one after its bucket was sent.
 HELD, CAME, LATE = 1, 2, 3
 
 
 class Answer(NamedTuple):
-    """What all ranks say together."""
+    """The common answer of all ranks."""
 
     #: Per parameter, one of the above, or 0.
     marks: bytes
@@ -401,13 +401,13 @@ class Exchange:
         self._options = options
         self._weight = weight
         self._hook = options.hook
-        #: Whether no rank may end the round without the vote; the same in all ranks.
+        #: True if no rank may end the round without the vote; the same in all ranks.
         self.must_wait = options.hook is not None or not buckets
-        #: Whether the host waits for the buckets; the same in all ranks.
+        #: True if the host waits for the buckets; the same in all ranks.
         self.blocks = all(processes.buckets.blocks(bucket.home) for bucket in buckets)
         #: The number of the bucket that leaves when the whole backward has ended.
         self.last = max(len(buckets) - 1, 0)
-        # What waits for each bucket that was sent, and returns the result.
+        # A function for each bucket that was sent, which waits for it and returns the result.
         self._sent: list[Callable[[], torch.Tensor]] = []
         self._forwards = forwards
         #: Launched now, and waited for before the first bucket where weights count.
@@ -453,7 +453,7 @@ class Exchange:
         return wait
 
     def again(self) -> Exchange:
-        """The same for the next round of the others, which have dropped this one."""
+        """Return the same for the next round of the others, which have dropped this one."""
         return Exchange(
             self.processes,
             self._buckets,
@@ -465,7 +465,7 @@ class Exchange:
     # --- received --------------------------------------------------------------------------------
 
     def receive(self) -> list[torch.Tensor]:
-        """All buckets, reduced."""
+        """Return all buckets, reduced."""
         return [wait() for wait in self._sent]
 
     def reduce_late(self, index: int, own: MaybeTensor, original: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,14 @@
-"""What becomes of gradients that are not finite: who decides, who is named, what happens.
+"""The handling of gradients that are not finite: who decides, who is named, what happens.
 
-Note [Who decides]
-~~~~~~~~~~~~~~~~~~
-NaN and infinity of any process are in a plain sum or average over all of them, as is a sum that
-overflows: the results of a round decide, which are the same in every process. A communication hook
-may swallow a NaN, or give each process a result of its own, and what stays in one process is in no
-sum. Then each process says in the vote of the round whether something is not finite in what it has
-sent or received. Either way the host waits once for the devices, at the end of the round. What a
-backward under ``no_sync()`` leaves is decided in the round that reduces it.
+A plain sum or average over all processes has the NaN and infinity of any of them, as does a sum
+that overflows. So the results of a round decide, which are the same in every process. A
+communication hook may swallow a NaN, or give each process a result of its own, and what stays in
+one process is in no sum. Then each process says in the vote of the round whether something is not
+finite in what it has sent or received. Either way the host waits once for the devices, at the end
+of the round. The round that reduces the gradients of ``no_sync()`` decides about them.
 
-The gradients of each replica are looked at before sums in place destroy the evidence: one norm for
-each, which the host reads on an accelerator only after it has found something.
+The gradients of each replica are looked at before sums in place destroy the evidence. The look is
+one norm for each, which the host reads on an accelerator only after it has found something.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
 _log = logging.getLogger("dataparallel")
 
-# Where gradients were found that no replica had.
+# The place of non-finite gradients that no replica had.
 _SUM = "a sum of finite ones (too large for its dtype, or returned by a hook, or from elsewhere)"
 
 
 class NonFiniteGradients(FloatingPointError):
-    """Gradients are NaN or infinite. All processes raise it with the same text."""
+    """An error for NaN or infinite gradients, which all processes raise with the same text."""
 
 
 @dataclass
 class NonFinitePolicy:
-    """What one wrapper does about gradients that are not finite; outlives its reducers."""
+    """The policy of one wrapper for gradients that are not finite; outlives its reducers."""
 
     action: NonFiniteAction
-    #: How many backwards were skipped so far.
+    #: The number of backwards that were skipped so far.
     num_skipped: int = 0
 
     def count_skipped(self) -> int:
@@ -61,7 +59,7 @@ class NonFinitePolicy:
 
 
 class Guard:
-    """Looks for gradients that are not finite in the rounds of one reducer."""
+    """A search for gradients that are not finite in the rounds of one reducer."""
 
     def __init__(
         self,
@@ -74,9 +72,9 @@ class Guard:
         self._originals = originals
         self._names = names
         self._processes = processes
-        #: Whether each process has to say what it found: its results may be others.
+        #: True if each process has to say what it found: its results may be others.
         self.votes = False
-        # Of replicas, those under no_sync() until the round that reduces what they leave.
+        # Looks at replicas, under no_sync() until the round that reduces their gradients.
         self._evidence: list[_Look] = []
 
     def begin(self, accumulated: Accumulated, *, stays: bool, votes: bool) -> None:
@@ -85,8 +83,8 @@ class Guard:
         held = accumulated.home.read(self._originals)
         if all([grad is None for grad in held]):
             self._evidence.clear()
-        # What this process sends and receives, where it has to say; of parameters that stay in it
-        # nothing is sent.
+        # Looks at the tensors that this process sends and receives, if it has to say. Parameters
+        # that stay here are not sent.
         place = "what .grad held before the backward"
         self._own = [] if stays else _looks(enumerate(held), place)
         self._evidence += self._own
@@ -120,7 +118,7 @@ class Guard:
         looks = self._own
         if not self.votes:
             held = self._accumulated.home.read(self._originals)
-            # What a row of a sparse gradient got several times may be too large together.
+            # Entries of a row that a sparse gradient has several times may be too large together.
             plain = [g.coalesce() if g is not None and g.is_sparse else g for g in held]
             looks = _looks(enumerate(plain))
             found = not _are_finite(looks)
@@ -160,9 +158,9 @@ class Guard:
 
 
 def _describe(told: Sequence[dict[str, str]]) -> str:
-    """What is not finite, from what each process has told, in the order of ranks."""
+    """Describe the gradients that are not finite, from each process's findings, by rank."""
     found = [(rank, *one) for rank, each in enumerate(told) for one in each.items()]
-    # What is in a sum is there since it was in a replica, if it was.
+    # A value in a sum came from a replica, if a replica had it.
     named = [one for one in found if one[1] != _SUM] or found
     of_rank = f"rank {{}} of {len(told)}, " if len(told) > 1 else ""
     texts = (f"on {of_rank.format(rank)}{place}: {names}" for rank, place, names in named)
@@ -180,7 +178,7 @@ class _Look(NamedTuple):
     largest: torch.Tensor
 
     def found(self) -> list[tuple[int, str]]:
-        """The parameters with a gradient that is not finite, and of which kind; may wait."""
+        """Return the parameters with a gradient that is not finite, and of which kind; may wait."""
         return [
             (index, "NaN" if math.isnan(number) else "infinity")
             for index, number in zip(self.indices, self.largest.tolist(), strict=True)
@@ -222,6 +220,6 @@ def _are_finite(looks: Sequence[_Look]) -> bool:
 
 
 def _real(grad: torch.Tensor) -> torch.Tensor:
-    """The strided tensor of real numbers in which those of a gradient are."""
+    """Return the strided tensor of real numbers that holds those of a gradient."""
     numbers = torch_internals.sparse_values(grad) if grad.is_sparse else grad
     return torch.view_as_real(numbers) if numbers.is_complex() else numbers

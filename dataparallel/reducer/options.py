@@ -1,4 +1,4 @@
-"""What a reducer is told once: the options of its wrapper, and which parameters it has."""
+"""The facts that a reducer is told once: its wrapper's options, and its parameters."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class MixedPrecision:
         model = DistributedDataParallel(net, mixed_precision=MixedPrecision(torch.bfloat16))
 
     Args:
-        param_dtype: Of the replicas' parameters and inputs. Default: no change.
-        reduce_dtype: Of the gradients that the reducer sends. Default: ``param_dtype``.
-        buffer_dtype: Of the module's buffers, which the constructor converts. Default: no change.
+        param_dtype: The dtype of the replicas' parameters and inputs. Default: no change.
+        reduce_dtype: The dtype of the gradients that the reducer sends. Default: ``param_dtype``.
+        buffer_dtype: The dtype of buffers, which the constructor converts. Default: no change.
     """
 
     param_dtype: torch.dtype | None = None
@@ -73,17 +73,17 @@ class MixedPrecision:
                 buffer.data = buffer.data.to(self.buffer_dtype)
 
     def convert_input(self, value: Any) -> Any:
-        """A leaf of a forward's arguments as the replicas get it; gradients flow back."""
+        """Return a leaf of a forward's arguments as the replicas get it; gradients flow back."""
         converts = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.param_dtype) if converts else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a wrapper wants its gradients reduced; see the arguments of the wrapper."""
+    """The options of a wrapper for its reduction; see the arguments of the wrapper."""
 
     process_group: dist.ProcessGroup | None
-    #: Whether this process trains by itself on purpose, if there are others or not.
+    #: True if this process trains by itself on purpose, if there are others or not.
     separate: bool
     bucket_cap_mb: float | Sequence[float] | None
     find_unused_parameters: bool | None
@@ -96,18 +96,18 @@ class Options:
     timeout: float | None
     mixed_precision: MixedPrecision
     nonfinite: NonFinitePolicy
-    #: Whether the replicas are recorded in graphs of their devices.
+    #: True if the replicas are recorded in graphs of their devices.
     capture: bool = False
-    #: Whether the module is on the CPU.
+    #: True if the module is on the CPU.
     on_cpu: bool = False
-    #: Whether buffers are sent to other processes, and so must have the same shapes there.
+    #: True if buffers are sent to other processes, and so must have the same shapes there.
     sends_buffers: bool = True
-    #: Whether they are sent before forwards; and whether all states are when the wrapper is made.
+    #: True if they are sent before forwards; and true if all states are when the wrapper is made.
     forward_sync_buffers: bool = True
     init_sync: bool = True
     #: Takes the place of the all-reduce.
     hook: ResolvedHook | None = None
-    #: What takes steps in backward.
+    #: The optimizers that take steps in backward.
     optimizers: StepsInBackward | None = None
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class Options:
         return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
     def bucket_bytes(self, *, sends: bool) -> int | tuple[int, ...]:
-        """The limit of the buckets behind the first one, or a limit for each."""
+        """Return the limit of the buckets behind the first one, or a limit for each."""
         caps = self.bucket_cap_mb
         if caps is None:
             sent = CPU_BUCKET_BYTES if self.on_cpu else BUCKET_BYTES
@@ -172,12 +172,12 @@ class Options:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """The default process group; None where there is none."""
+    """Return the default process group; None where there is none."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def find_group(group: Any, mesh: Any = None) -> dist.ProcessGroup | None:
-    """The group that was passed, that of a mesh of one dimension, or the default one, if any."""
+    """Return the given group, that of a mesh of one dimension, or the default one, if any."""
     if mesh is not None:
         if group is not None:
             raise ValueError("pass process_group or device_mesh, not both")
@@ -199,7 +199,7 @@ class TrainedParameters:
     Attributes:
         parameters, names: First those that are reduced over processes, then those that are not.
         indices: Their numbers among all parameters of the module.
-        sparse: Whether their gradients will be sparse.
+        sparse: True for each parameter whose gradients will be sparse.
         num_reduced: How many are reduced over processes.
     """
 
@@ -238,7 +238,7 @@ def ignored_names(module: nn.Module) -> set[str]:
 
     They are those that torch's ``_set_params_and_buffers_to_ignore_for_model`` has left in the
     module, with or without the dot that torch's recipe puts before names of the module itself.
-    What has several names is left out if all of them were given.
+    A tensor with several names is left out if all of them were given.
     """
     given = {name.removeprefix(".") for name in getattr(module, IGNORED_NAMES, ())}
     if not given:
@@ -252,7 +252,7 @@ def ignored_names(module: nn.Module) -> set[str]:
 def shared_tensors(
     module: nn.Module, *, parameters: bool = True, buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """What all processes have in common, by name; anew each time, since modules may assign."""
+    """Return the common tensors of all processes, by name; modules may assign new ones."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters()) if parameters else {}
     found.update(module.named_buffers() if buffers else ())
     ignored = ignored_names(module)

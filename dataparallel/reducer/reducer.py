@@ -1,9 +1,9 @@
-"""The reducer: what lives from round to round. What happens in one is in ``round.py``.
+"""The reducer: what lives from round to round. The parts of one are in ``round.py``.
 
 Note [Several cuts in one round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The cuts of a wrapper in one backward make one round. Mostly they run one after another. With
-devices that have backward threads of their own, one may begin inside of another: a thread that
+devices that have backward threads of their own, one may begin inside of another. A thread that
 waits for the backward of a cut takes the next node that is ready. Between two cuts, a re-entrant
 checkpoint may run a backward of its own with a cut. A round of a backward that has failed is never
 continued: an object that nothing but the engine holds tells whether that still runs.
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class Reducer:
-    """Reduces the gradients of all replicas. See Note [One round]."""
+    """The reducer of the gradients of all replicas. See Note [One round]."""
 
-    #: Why the last round that failed did, for logging data; empty if none has.
+    #: The reason of the last failed round, for logging data; empty if none has failed.
     last_error = ""
-    #: Whether the same parameters were used in every round so far; None before the second.
+    #: True if the same parameters were used in every round so far; None before the second.
     can_set_static_graph: bool | None = None
 
     def __init__(
@@ -82,10 +82,10 @@ class Reducer:
         #: The order of arrival in the first round, as all processes agreed; empty before that.
         self.order: list[int] = []
         self._arriving: list[int] = []
-        # Of the last round, if they may be unread; see Note [The vote], Note [Ranks that part].
+        # The last round's, if they may be unread; see Note [The vote], Note [Ranks that part].
         self._vote: Vote | None = None
         self._agreement: Agreement | None = None
-        # Whether collectives of a round were left, when another wrapper's was dropped.
+        # True if collectives of a round were left, when another wrapper's was dropped.
         self._has_left = False
         #: Rounds in which gradients were reduced over processes, or could have been.
         self.num_rounds = 0
@@ -114,7 +114,7 @@ class Reducer:
                 self._hooks.append(register(hook))
 
     def arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
-        """A leaf has got its gradient; called by its hook."""
+        """Note that a leaf has got its gradient; called by its hook."""
         if self._round is None:
             self.buckets.refuse_astray()
             return
@@ -244,7 +244,7 @@ class Reducer:
     ) -> Round:
         accumulated, home = self._accumulated, originals.passes.home()
         if task == NO_TASK or home is not originals.IN_GRAD:
-            # What a process without data has not reduced yet stays its own.
+            # A gradient that a process without data has not reduced yet stays its own.
             parameters, summed = self.trained.parameters, accumulated.summed
             accumulated = Accumulated(parameters, summed=summed, home=home)
         if self._vote is not None and synchronize:
@@ -268,7 +268,7 @@ class Reducer:
             some_stay = self.trained.num_reduced < len(self.trained.names)
             votes = exchange is not None and bool(self.options.hook or some_stay)
             self.guard.begin(accumulated, stays=not synchronize, votes=votes)
-        # What uses gradients before the engine has them must have the user's hooks run.
+        # Users of gradients before the engine has them must have the user's hooks run.
         hooked = self.options.optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
         later = ending is not None and (exchange is not None or self.guard is not None or hooked)
         self._round = round_ = Round(
@@ -291,7 +291,7 @@ class Reducer:
         return round_
 
     def _end(self, round_: Round) -> None:
-        """All gradients have come: reduce and deliver them."""
+        """Reduce and deliver all gradients, when they have come."""
         round_.collect()
         if round_.task != NO_TASK:
             self.used = round_.used
@@ -325,7 +325,7 @@ class Reducer:
 
     @torch.no_grad()
     def _end_later(self, round_: Round) -> None:
-        """The whole backward has ended: so does the round."""
+        """End the round with the whole backward."""
         if round_ is not self._round:
             return
         if round_.task in Ending.dropped:
@@ -396,7 +396,7 @@ class Reducer:
         self.order = reduced.tolist() + [index for index in order if index >= count]
 
     def _lost(self, round_: Round) -> None:
-        """The backward has failed outside of the replicas: the other processes wait for this."""
+        """Fail the round, since backward failed outside of the replicas: other processes wait."""
         if round_ is self._round:
             text = "the backward failed in a part of the graph outside of the wrapper's forward"
             self._fail(round_, self._user_hooks.failure or RuntimeError(text))
@@ -410,14 +410,14 @@ class Reducer:
             if round_ is not None:
                 # If its gradients are delivered, others will learn that this process raised.
                 round_.fail(error)
-            # Of a collective that failed the others know.
+            # The others know of a collective that failed.
             elif processes and not isinstance(error, (CollectiveError, CollectiveTimeout)):
                 processes.report(error)
         finally:
             self._leave_round()
 
     def _leave_round(self) -> None:
-        """The round is over, well or with an error."""
+        """Close the round, well or with an error."""
         self._user_hooks.wait(False)
         self._round = None
 

@@ -9,17 +9,17 @@ which are the methods of :class:`Round` in this order:
     arrived: a leaf of replica 0..n-1 -> summed: over the replicas -> sent: to the other processes
         -> received: and the vote, where it is needed -> delivered: to the originals
 
-What the engine does not deliver, the round writes when the whole backward has ended. For what
-``.grad`` held before, see Note [Gradients from before a round].
+The round writes the gradients that the engine does not deliver when the whole backward has ended.
+For what ``.grad`` held before, see Note [Gradients from before a round].
 
 Note [Gradients from outside of the wrapper]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Parameters may be used beside the forward of the wrapper: in a penalty, or in a head that is called
-by itself. What they get from there comes before or after the cut, in the same backward, and must be
+by itself. Gradients from there come before or after the cut, in the same backward, and must be
 reduced, too. So as long as a backward runs whose round is reduced over processes, gradients from
-before it are set aside and ``.grad`` is None. What is there when the whole backward has ended is
-from outside. It goes into its bucket if that was not sent yet, else it is reduced by itself; and
-from then on that bucket waits for the end.
+before it are set aside and ``.grad`` is None. A gradient that is there when the whole backward has
+ended is from outside. It goes into its bucket if that was not sent yet, else it is reduced by
+itself; and from then on that bucket waits for the end.
 
 A hook of the user on a parameter runs once, with all that comes in a backward. So what the replicas
 have computed for such a parameter is passed on to the engine, and comes back as if from outside.
@@ -32,14 +32,14 @@ taken, in order, in the thread of that replica's backward. When the replicas' ba
 everything is taken: what has not come by then is unused, and nobody has to say so beforehand.
 
 A leaf is accumulated again where a part of the graph runs by itself: in a re-entrant checkpoint, or
-when the wrapper was called several times before one backward. What comes after its bucket was taken
+when the wrapper was called several times before one backward. A gradient after its bucket was taken
 is late: it is reduced at the end of the round, and from then on its bucket is left to the end.
 
 Note [Gradients from before a round]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A round reduces what its backward computes, and what ``.grad`` held before. That may be this
-process's own: from a backward under ``no_sync``, from one through the bare module, or written by
-the user. Or it is reduced already and the same in all processes; then it does no harm to send it
+A round reduces what its backward computes, and what ``.grad`` held before. The old content may be
+this process's own: from a backward under ``no_sync``, from one through the bare module, or written
+by the user. Or it is reduced already and the same in all processes; then it does no harm to send it
 again, since the average of equal parts is the part itself. This is torch's way.
 
 In a sum it does harm. So for ``average="none"`` only what a backward under ``no_sync`` has added is
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Round:
-    """Reduces the gradients of one backward. See Note [One round]."""
+    """The reduction of the gradients of one backward. See Note [One round]."""
 
     buckets: Buckets
     accumulated: Accumulated
@@ -97,13 +97,13 @@ class Round:
     optimizers: StepsInBackward | None
     #: The number of the engine's backward; NO_TASK where this process only helps the others.
     task: int
-    #: What the engine alone holds until that ends.
+    #: The object that only the engine holds until the whole backward ends.
     ending: weakref.ref[Ending] | None
-    #: Whether the round ends with the whole backward, not with that of the replicas.
+    #: True if the round ends with the whole backward, not with that of the replicas.
     later: bool
     #: Parameters whose gradients came late in earlier rounds: their buckets are left to the end.
     late: frozenset[int]
-    #: Why the round has failed; nothing is completed any more.
+    #: The error that has failed the round; nothing is completed any more.
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -120,10 +120,10 @@ class Round:
             self._first_left = min([self.exchange.last, *left])
         elif not (self.exchange or self.later):
             self._first_left = len(buckets.all)
-        # Of cuts: the thread of the first, how many run, whether the last one has begun.
+        # About cuts: the thread of the first, the number that run, true once the last has begun.
         self._thread, self._lock = threading.get_ident(), threading.Lock()
         self._num_running, self._all_came = 0, False
-        # Whether buckets are taken as soon as they are complete.
+        # True if buckets are taken as soon as they are complete.
         self._eager: bool | None = None
 
         # Per replica, what was taken of each bucket so far, in their order; empty when summed up.
@@ -134,10 +134,10 @@ class Round:
         self._cut_streams: list[tuple[torch.Stream, ...]] = []
         #: By parameter, the sum over the replicas, and then what is to be added to ``.grad``.
         self.grads: Gradients = [None] * count
-        # What ``.grad`` held: all of it until the end, and what of it is to be sent.
+        # The content of ``.grad``: all of it until the end, and the part of it that is to be sent.
         self._aside: list[MaybeTensor] | None = None
         self._unreduced: dict[int, torch.Tensor] = {}
-        # What came after its bucket was sent.
+        # The gradients that came after their bucket was sent.
         self._extra: dict[int, MaybeTensor] = {}
         #: Per parameter, CAME if some replica of this process has a gradient, else 0.
         self.used = bytearray(count)
@@ -163,7 +163,7 @@ class Round:
         )
 
     def enter(self, task: int, *, last: bool) -> None:
-        """The backward of a cut begins; the first one sets gradients from before the round aside.
+        """Begin the backward of a cut; the first one sets gradients from before the round aside.
 
         An error here is told to the other ranks.
         """
@@ -194,7 +194,7 @@ class Round:
         return [] if aside is None else self._swap(aside)
 
     def leave(self) -> bool:
-        """The backward of a cut has ended; returns whether that of all has."""
+        """End the backward of a cut; return whether all have ended."""
         if self.failure is not None:
             text = "another part of this backward failed, so its gradients were dropped"
             raise RuntimeError(text) from self.failure
@@ -311,11 +311,11 @@ class Round:
 
     def _becomes_views(self, bucket: Bucket) -> bool:
         """True if ``.grad`` will be views of a bucket."""
-        # What is in a context has memory of its own, since contexts live side by side.
+        # Gradients in a context have memory of their own, since contexts live side by side.
         return bucket.is_viewed and self.accumulated.home.context_id is None
 
     def pass_on(self) -> Gradients:
-        """What the engine is to have first; other sums stay until the backward has ended."""
+        """Return the gradients for the engine; other sums stay until the backward has ended."""
         self._take_rest()
         passed: Gradients = [None] * len(self.used)
         for index in self._through:
@@ -373,7 +373,7 @@ class Round:
             for index, grad in zip(bucket.indices, grads, strict=True):
                 late = self._extra.get(index)
                 self.grads[index] = grad if late is None else add(late, grad)
-        # What stays in this process is used no sooner: all may have raised.
+        # Gradients that stay in this process are used no sooner: all may have raised.
         for bucket in self.buckets.all:
             self._step(bucket)
         return nonfinite
@@ -410,7 +410,7 @@ class Round:
         return answer.nonfinite
 
     def vote(self, *, waits: bool = False) -> Vote:
-        """The vote of this rank, which is launched once. See Note [The vote]."""
+        """Return the vote of this rank, which is launched once. See Note [The vote]."""
         if self._vote is None:
             assert self.exchange is not None
             marks = self.used[: self.buckets.num_reduced]
@@ -447,7 +447,7 @@ class Round:
             if held is None:
                 held = grad if grad.dtype == original.dtype else grad.to(original.dtype)
             elif index in self._unreduced:
-                # What is unreduced of it is a part of the result.
+                # The unreduced part of it is a part of the result.
                 held.copy_(self.accumulated.add_reduced(index, grad))
             elif held.is_sparse and not grad.is_sparse:
                 held = grad + held
@@ -485,7 +485,7 @@ class Round:
 
 
 class Accumulated:
-    """Keeps apart the reduced and the unreduced part of gradients, which outlives rounds."""
+    """The reduced and the unreduced part of gradients, kept apart; outlives rounds."""
 
     def __init__(
         self,
@@ -495,15 +495,15 @@ class Accumulated:
         home: GradientHome = IN_GRAD,
     ) -> None:
         self._originals, self.home = originals, home
-        #: Whether processes' gradients are added up, so that it matters what is reduced.
+        #: True if processes' gradients are added up, so that it matters what is reduced.
         self.summed = summed
-        # Where the last round has left each gradient, and its version.
+        # The place in which the last round has left each gradient, and its version.
         self._left: dict[int, tuple[int, int]] = {}
-        # Of gradients that have an unreduced part, a copy of the reduced part.
+        # A copy of the reduced part of each gradient that also has an unreduced part.
         self._reduced: dict[int, MaybeTensor] = {}
 
     def _read(self) -> Gradients:
-        """The gradients; what the user has thrown away since is reduced no more."""
+        """Return the gradients without those that the user has thrown away since."""
         grads = self.home.read(self._originals)
         for index, reduced in self._reduced.items():
             grad = grads[index]
@@ -512,13 +512,13 @@ class Accumulated:
         return grads
 
     def before_unsynchronized(self) -> None:
-        """A backward under ``no_sync`` begins: all that it adds stays unreduced."""
+        """Begin a backward under ``no_sync``: all that it adds stays unreduced."""
         for index, grad in enumerate(self._read() if self.summed else ()):
             if index not in self._reduced:
                 self._reduced[index] = None if grad is None else grad.clone()
 
     def unreduced(self, names: Sequence[str]) -> dict[int, torch.Tensor]:
-        """What the gradients of the first parameters hold that is to be sent; new, or a view."""
+        """Return the parts of the first parameters' gradients to send; new, or a view."""
         grads = self._read()[: len(names)]
         held = {index: grad.detach() for index, grad in enumerate(grads) if grad is not None}
         if not self.summed:
@@ -542,12 +542,12 @@ class Accumulated:
         return {i: held[i] if part is None else held[i] - part for i, part in parts.items()}
 
     def add_reduced(self, index: int, result: torch.Tensor) -> torch.Tensor:
-        """What a round has made of the unreduced part of a gradient, and the reduced part."""
+        """Add the reduced part of a gradient to the result for its unreduced part."""
         reduced = self._reduced.get(index)
         return result if reduced is None else result.add_(reduced)
 
     def after_synchronized(self) -> None:
-        """Everything is reduced now."""
+        """Note that everything is reduced now."""
         self._reduced.clear()
         if self.summed:
             grads = enumerate(self.home.read(self._originals))

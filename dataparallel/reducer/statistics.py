@@ -1,9 +1,9 @@
-"""How long forward, backward and communication take, under the names of torch's logging data.
+"""Times of forward, backward and communication, under the names of torch's logging data.
 
 Note [What is measured]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The first ten iterations are sampled, and then one in ``sample_rate``. An iteration begins with a
-forward; of several backwards that follow it, the first one counts. What is measured are spans of
+forward; of several backwards that follow it, the first one counts. The measurements are spans of
 the timeline, see Note [Phases of a replica], from the first begin to the last end:
 
     |- forward -|   (loss)   |--------- backward ---------|
@@ -12,7 +12,7 @@ the timeline, see Note [Phases of a replica], from the first begin to the last e
                                       '- communication ----------------------------------'
 
 Torch takes the loss for a part of backward compute, since its reducer doesn't see where backward
-begins. Where spans have events of accelerators, these tell the time, and the slowest device counts;
+begins. If spans have events of accelerators, these tell the time, and the slowest device counts;
 only :meth:`Statistics.read` waits for them.
 """
 
@@ -42,16 +42,16 @@ _KEPT = 100
 
 
 class Statistics:
-    """Measures some iterations of one reducer. See Note [What is measured]."""
+    """A measurement of some iterations of one reducer. See Note [What is measured]."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._sample_rate = 100
-        #: Whether spans are recorded, until the round ends here.
+        #: True if spans are recorded, until the round ends here.
         self.measures = False
-        # Of iterations, the current one and the last that was sampled.
+        # The numbers of the current iteration and of the last that was sampled.
         self._number = self._sampled = 0
-        #: What torch calls the iteration: the last that was sampled before the current one.
+        #: The iteration, in torch's words: the last that was sampled before the current one.
         self.reported = 0
         self._num_sampled = 0
         self._spans: list[Span] = []
@@ -64,7 +64,7 @@ class Statistics:
         self._sample_rate = sample_rate
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         if self.measures:
             # There was no backward: what is known of the forward counts.
             self.end()
@@ -75,7 +75,7 @@ class Statistics:
             self._timeline.subscribe(Listener(self._spans.append))
 
     def end(self) -> None:
-        """The round has ended; nothing more is measured in this iteration."""
+        """End the round; nothing more is measured in this iteration."""
         self._num_sampled += 1
         self._samples.append(self._spans)
         self.abandon()
@@ -86,7 +86,7 @@ class Statistics:
         self._timeline.unsubscribe(Listener(self._spans.append))
 
     def read(self) -> dict[str, int]:
-        """What was measured, in nanoseconds; waits until the accelerators have come that far."""
+        """Return the measured times, in nanoseconds, once the accelerators have come that far."""
         latest: dict[str, int] = {}
         lengths: defaultdict[str, list[int]] = defaultdict(list)
         for spans in self._samples:
@@ -99,7 +99,7 @@ class Statistics:
 
 
 def _measures(spans: Sequence[Span]) -> dict[str, int]:
-    """How long the phases of an iteration took, and when they were since 1970, in nanoseconds."""
+    """Return the lengths of an iteration's phases, and their times since 1970, in nanoseconds."""
     phases: defaultdict[str, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.begin):
         phases[span.phase].append(span)
@@ -144,7 +144,7 @@ def _length(begins: Sequence[Span], ends: Sequence[Span]) -> int:
 
 # --- torch's logging data --------------------------------------------------------------------
 
-# What torch's logging data call dtypes.
+# The names of dtypes in torch's logging data.
 _NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -163,7 +163,7 @@ def logging_data(
     devices: Sequence[Any],
     **more: LoggingValue,
 ) -> dict[str, LoggingValue]:
-    """What a wrapper is, what became of its buckets and what was measured, in torch's names.
+    """Return the wrapper's description, the state of its buckets, and times, under torch's names.
 
     ``devices`` are those of the replicas, and the one of the output.
     """
@@ -198,7 +198,7 @@ def logging_data(
 
 
 def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
-    """What became of the buckets of a reducer."""
+    """Describe the state of a reducer's buckets."""
     options, plan, sends = reducer.options, reducer.buckets.plan, reducer.processes is not None
     count = reducer.trained.num_reduced
     cap = options.bucket_bytes(sends=sends)

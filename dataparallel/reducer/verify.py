@@ -1,6 +1,6 @@
-"""Whether all replicas are the same: when a wrapper is made, and bit for bit when a user asks.
+"""A check that all replicas are the same: when a wrapper is made, and bit for bit on request.
 
-What is compared is one text for each thing that must be the same. Processes compare a digest of all
+The check compares one text for each thing that must be the same. Processes compare a digest of all
 texts, and exchange them only if there is a difference, so that all raise the same error.
 """
 
@@ -23,14 +23,14 @@ _Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class ReplicaMismatch(RuntimeError):
-    """Replicas are not the same where they have to be."""
+    """An error for replicas that are not the same but have to be."""
 
 
 # --- the comparison --------------------------------------------------------------------------
 
 
 def gather_if_different(value: Any, link: ProcessLink, *, what: str) -> list[Any] | None:
-    """The values of all processes, out of JSON, if they are not all the same; else None.
+    """Return the values of all processes, out of JSON, if they are not all the same; else None.
 
     One collective of one number if they are; all processes get the same.
     """
@@ -93,7 +93,7 @@ def verify_across_processes(
 
 
 def _described(tensor: torch.Tensor, sparse: bool) -> str:
-    """What must be the same everywhere: of a parameter, so that its gradients can be added up."""
+    """Describe the properties of a tensor that must be the same in all processes."""
     text = _look(tensor)
     if not isinstance(tensor, torch.nn.Parameter):
         return text
@@ -106,7 +106,7 @@ def _described(tensor: torch.Tensor, sparse: bool) -> str:
 
 
 def _look(tensor: torch.Tensor) -> str:
-    """What a tensor is apart from its values and its place in memory."""
+    """Describe a tensor apart from its values and its place in memory."""
     kinds = [tensor.dtype] if tensor.layout == torch.strided else [tensor.layout, tensor.dtype]
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     return f"{' '.join(names)} of shape {tuple(tensor.shape)}"
@@ -124,7 +124,7 @@ def check_replicas(
     calls this, and either all raise the same error or none does.
     """
     texts = described([parts_of(each) for each in (tensors, *replicas)])
-    # Where replicas are the same, processes may have different numbers of them.
+    # If replicas are the same, processes may have different numbers of them.
     own = {str(number): each for number, each in enumerate(texts) if not number or each != texts[0]}
     gathered = [own]
     if link is not None:
@@ -145,7 +145,7 @@ def check_replicas(
 
 
 def parts_of(tensors: _Tensors) -> dict[str, torch.Tensor]:
-    """The tensors, or those that they are made of if they are of a class that wraps others."""
+    """Return the tensors, or their inner ones if they are of a class that wraps others."""
 
     def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         if is_wrapper(tensor):
