@@ -1,4 +1,4 @@
-"""Which tensors travel together, and in which order: decided from dtypes and sizes alone.
+"""The plan of buckets: the tensors that travel together, and their order, from dtypes and sizes.
 
 Note [Order of buckets]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -7,9 +7,9 @@ gradient holds up those behind it, so they are in the order in which they are co
 backward has shown that order, gradients are taken to arrive from the last parameter to the first.
 
 Two buckets should be small: the first, so that communication begins early, and the last, since
-nothing is left to hide it. Torch gives the smaller limit to one of them, and so does the plan here:
-to the last as long as the order of arrival is not known, where buckets are filled from the first
-parameter on and their list is then reversed; afterwards to the first.
+nothing is left to hide it. Torch gives the smaller limit to one of them, and so does the plan here.
+As long as the order of arrival is not known, it goes to the last: buckets are filled from the first
+parameter on and their list is then reversed. Afterwards it goes to the first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fill(
     limits: Sequence[int],
     sparse: Collection[int] = (),
 ) -> list[Filled]:
-    """The buckets that became full, in this order, then the others in the order of their ends.
+    """Return the buckets that became full, in this order, then the others in the order of ends.
 
     Each dtype and device has buckets of its own, which take the limits one after another, and the
     last one for all further buckets. The tensor with which a bucket has reached its limit is the
@@ -142,7 +142,7 @@ def plan_buckets(
     order: Sequence[int] | None = None,
     parts: Sequence[Collection[int]] = (),
 ) -> list[list[int]]:
-    """Which gradients are reduced together, in the order of launching: each index is in one bucket.
+    """Group gradients into buckets, in the order of launching; each index is in one bucket.
 
     See Note [Order of buckets].
     ``first_bytes`` is the smaller limit, and is not used where ``cap_bytes`` lists the limits.

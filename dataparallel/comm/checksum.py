@@ -1,4 +1,4 @@
-"""Sums of the bits of tensors: was anything written that left no other trace?
+"""Sums of the bits of tensors, which show writes that leave no other trace.
 
 Writing through ``.data`` changes neither the identity nor the version counter of a tensor. The
 only way to see it is to read the values: ``checksum`` does so at little cost, for many tensors at
@@ -25,7 +25,7 @@ _LARGE = 2**18
 
 
 def checksum(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A few integers that depend on all bits of some tensors of one device, to compare with others.
+    """Return a few integers that depend on all bits of some tensors of one device, to compare.
 
     A change of a single element always changes them, and equal values give equal ones wherever they
     are. How they are computed depends on both devices: kernels read memory once, in one launch, and

@@ -1,7 +1,5 @@
-"""What happens when a process dies, raises or does not come: how the others learn of it.
+"""Failures of processes that die, raise or do not come, and how the others learn of them.
 
-Note [Failures across processes]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 There is no heartbeat: a process that holds the interpreter's lock, is in a debugger, or evaluates
 alone for minutes has not failed. A rank that raises, or whose wait fails, writes one record into
 the store of the group, unless another rank has been first. *Then* it closes its own links, which
@@ -12,8 +10,6 @@ A rank whose wait fails since a connection broke, or since the time is over, doe
 rank is the cause. The record says so. All that wait write where they are, too: a rank that has
 written nothing, or whose process has ended, is the cause.
 
-Note [Generations]
-~~~~~~~~~~~~~~~~~~
 After a failure ranks may have left collectives at different points. So a failure ends all links
 over the group, and the next link belongs to a new generation, which has a record of its own. A
 generation has ended when its record is in the store, so all ranks that meet to make a link agree
@@ -21,14 +17,12 @@ on the first one that has none. A rank that fails again before it has new links 
 each rank raises once for each: when they meet, all have left out the same steps. An error carries
 which generation of which group it has ended, so it ends one however often it is told. Once there
 are new links, whatever is raised ends those, even while the earlier error is still being handled.
-Where processes destroy their group and make it again, the store may still have what they wrote
-before; each counts its lives there, and names begin with that.
+If processes destroy their group and make it again, the store may still have their old entries. Each
+counts its lives there, and names begin with that.
 
-Note [Names of links]
-~~~~~~~~~~~~~~~~~~~~~
 Processes that connect find each other under a name in the store, which must be the same in all of
 them and may never be used twice. ``torch.distributed.new_group`` counts the groups that a process
-has at the moment: one made after another was destroyed finds the old addresses, and a process with
+has at the moment. One made after another was destroyed finds the old addresses, and a process with
 one more group never meets the others. A link is named by its purpose, its generation, and its
 number among those for that purpose.
 """
@@ -74,7 +68,7 @@ _GRACE = 0.8
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # A traceback travels through a store that is not made for long texts.
 _LONGEST = 8000
-#: How the descriptions of process groups that this package makes begin.
+#: The first part of the description of each process group that this package makes.
 OWN = "dataparallel/"
 
 _REMEDY = (
@@ -88,7 +82,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process cannot take part any more, as the other processes see it.
+    """The reason why a process cannot take part any more, as the other processes see it.
 
     Attributes:
         rank: Its rank in the default process group.
@@ -98,7 +92,7 @@ class Failure:
             ``"skipped"``: it has left out the backward of a step.
             ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
             ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
-        doing: What it was doing, for example ``"forward"`` or a collective; empty if not known.
+        doing: Its work at that time, for example ``"forward"`` or a collective; empty if not known.
         message: The type and the text of its exception, or what was seen of it.
         traceback: The traceback of the exception; empty if there is none.
     """
@@ -132,11 +126,11 @@ class Failure:
 
 
 class CollectiveFailure(Exception):
-    """What the two errors have in common.
+    """The common base of the two errors.
 
     Args:
         message: The text.
-        failure: What is known of the process that is the cause; None if no single one is.
+        failure: The failure of the process that is the cause; None if no single one is.
     """
 
     def __init__(self, message: str = "", failure: Failure | None = None) -> None:
@@ -166,7 +160,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def namespace(kind: str) -> str:
-    """One start of one machine, and its "pid" or "net" where this is; empty if not known."""
+    """Return a key of this start of this machine, and its "pid" or "net"; empty if unknown."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink(f'/proc/self/ns/{kind}')}"
@@ -187,12 +181,12 @@ def _has_ended(pid: int) -> bool:
 
 
 def shared_store(group: dist.ProcessGroup) -> Store:
-    """The part of the group's store in which everything of this package is."""
+    """Return the part of the group's store that belongs to this package."""
     return torch_internals.PrefixStore("dataparallel", group.get_group_store())
 
 
 def _read(store: Store, keys: Sequence[str]) -> list[Any]:
-    """What is at some places of a store; to get what is not there would be to wait for it."""
+    """Return the values at some places of a store, and None for those that are not there yet."""
     return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
 
@@ -200,14 +194,14 @@ def _read(store: Store, keys: Sequence[str]) -> list[Any]:
 
 
 class Failures:
-    """What this process knows of failures in one process group. See the notes of this module."""
+    """This process's knowledge of failures in one process group. See the notes of this module."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = group.rank()
-        #: Why generations have ended: all before the one of the links that are made now.
+        #: The reasons why generations have ended: all before the present one.
         self.ends: dict[int, Failure] = {}
-        #: How often communication hooks have run here, and begun collectives in groups that stay.
+        #: Calls of communication hooks here, which begin collectives in groups that stay.
         self.num_hook_calls = 0
         # The newest generation in which this process has met the others; 0 before.
         self._met = 0
@@ -231,11 +225,11 @@ class Failures:
 
     @property
     def generation(self) -> int:
-        """That of the links which are made now, as far as it is known here."""
+        """Return the generation of the links which are made now, as far as it is known here."""
         return len(self.ends) + 1
 
     def ask(self, request: Callable[[Store], T], seconds: float = _STARTING) -> T:
-        """What a request of the store returns. Can be interrupted."""
+        """Return the answer of the store to a request. The wait for it can be interrupted."""
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -270,7 +264,7 @@ class Failures:
         return Failure(self.ranks[self.rank], host, pid, kind, doing, message, trace)
 
     def of(self, rank: int, kind: str, message: str) -> Failure:
-        """What is known of another rank of the group."""
+        """Describe the failure of another rank of the group."""
         host, pid, _ = self._processes.get(rank, ("", 0, ""))
         return Failure(self.ranks[rank], host, pid, kind, "", message)
 
@@ -330,7 +324,7 @@ class Failures:
                 link.check_late()
 
     def _end(self, generation: int, failure: Failure) -> None:
-        """A generation has ended: close its links, which ends the waits of the neighbors."""
+        """End a generation: close its links, which ends the waits of the neighbors."""
         is_news = generation not in self.ends
         self.ends[generation] = failure
         for reference in self._links if is_news else ():
@@ -346,7 +340,7 @@ class Failures:
         """
         if len(self.ranks) == 1:
             return None
-        # When the answer comes, another thread may have entered the next generation.
+        # Another thread may have entered the next generation before the answer comes.
         generation = self.generation
         key = self._key("failed", generation)
         # Without a store the wait goes on until its own time is over, or a connection breaks.
@@ -378,7 +372,7 @@ class Failures:
     # --- telling ---------------------------------------------------------------------------------
 
     def count_hook_call(self) -> None:
-        """A communication hook has run, and not raised an error."""
+        """Note that a communication hook has run, and not raised an error."""
         self.num_hook_calls += 1
 
     def report(
@@ -446,7 +440,7 @@ class Failures:
         *,
         timed_out: bool = False,
     ) -> CollectiveError | CollectiveTimeout:
-        """The error for a wait that has failed, or was given up. All ranks raise then.
+        """Return the error for a wait that has failed, or was given up. All ranks raise then.
 
         ``reason`` is what the backend says.
         """
@@ -504,7 +498,7 @@ class Failures:
             assert error.failure is not None, "the store does not answer"
             text = f"{cause.message}; rank {mine.rank} {error.failure.message}"
             cause = replace(cause, message=text) if cause.is_cause else error.failure
-        # Who asks the links later learns what was found out since.
+        # A later question about the links gets this cause as the answer.
         self._end(generation, cause)
         return cause, found
 
@@ -519,7 +513,7 @@ _making = threading.Lock()
 
 
 def failures_of(group: dist.ProcessGroup) -> Failures:
-    """What is known of failures in a process group."""
+    """Return the knowledge of failures in a process group."""
     with _making:
         found = _known.get(group)
         if found is None:
@@ -584,7 +578,7 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
                 optimizer.zero_grad()
 
     Args:
-        doing: What the block does, for the message. Default: ``"the training loop"``.
+        doing: The work of the block, for the message. Default: ``"the training loop"``.
     """
     handled = sys.exc_info()[1]
     try:

@@ -3,10 +3,11 @@
 Note [Threads at the end]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Before Python 3.14, a daemon thread that wants to go on in Python while the interpreter ends is
-ended by the C library there and then. Where it comes out of an operation of torch, that ends the
+ended by the C library there and then. If it comes out of an operation of torch, that ends the
 process: ``terminate called without an active exception``, exit status 134. So the end waits for our
 threads that are at work. A thread that only waits is left alone, and is simply gone with the
-process. What takes longer than ``PATIENCE`` will hardly come out of torch in the time that is left.
+process. One that takes longer than ``PATIENCE`` will hardly come out of torch in the remaining
+time.
 """
 
 from __future__ import annotations

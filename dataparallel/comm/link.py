@@ -1,7 +1,5 @@
 """Links between processes: collectives with a time limit, on a process group of their own.
 
-Note [A link of one's own]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
 Collectives of one process group are matched by their order alone. Two parts of a program that share
 a group, and come in another order in another process, get each other's numbers without an error.
 So every part that communicates has a link, and every link a process group of its own.
@@ -19,13 +17,13 @@ Note [What a backend takes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Contiguous tensors on the devices for which the group has a backend. Gloo adds float16 and bfloat16
 in their own precision, rounded at every process on the way; torch's DDP leaves it at that, and so
-do we: same numbers. Of sparse tensors it adds few types, so they travel as float32 or float64.
+do we: same numbers. It adds few types of sparse tensors, so they travel as float32 or float64.
 
 Note [Groups for accelerators only]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What this package itself has to say is in CPU tensors, which a group as
-``init_process_group("nccl")`` makes it refuses. Where the parent has no backend for them, the new
-group has gloo beside the parent's own, so that control and buckets go through the same link.
+The package's own messages are CPU tensors, which a group as ``init_process_group("nccl")`` makes it
+refuses. If the parent has no backend for them, the new group has gloo beside the parent's own, so
+that control and buckets go through the same link.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ _SHORTEST = 0.001
 _MARGIN = 0.15
 # How many collectives are remembered, should a backend not tell that they have ended.
 _KEPT = 256
-# Of a collective, in torch's ``WorkResult``.
+# The code of a success in torch's ``WorkResult``.
 _SUCCESS = 0
 # Seconds that releasing a group may take before it goes on in the background.
 _RELEASE_TIMEOUT = 2.0
@@ -123,7 +121,7 @@ class Pending:
         return bool(self.work.is_completed() if result is None else result.done())
 
     def reason(self) -> str | None:
-        """Why one that has ended has failed; None if it has not."""
+        """Return why an ended collective has failed; None if it has not."""
         result = self._result()
         try:
             if result is None:
@@ -138,7 +136,7 @@ class Pending:
         return None
 
     def _result(self) -> torch.futures.Future[int] | None:
-        """Where a backend whose wait does not block says how it ended; None for others."""
+        """Return the result of a backend whose wait does not block; None for other backends."""
         # Torch's types lack it.
         untyped: Any = self.work
         try:
@@ -222,12 +220,12 @@ class ProcessLink:
 
     @property
     def failure(self) -> Failure | None:
-        """What is known of a process of the link that has failed; None if nothing is."""
+        """Return the known failure of a process of the link; None if there is none."""
         return self._failures.ends.get(self._generation)
 
     @property
     def broken(self) -> str:
-        """Why the link can't be used any more; empty if it can."""
+        """Return why the link can't be used any more; empty if it can."""
         return self._error or ("" if self.failure is None else str(self.failure))
 
     def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
@@ -242,7 +240,7 @@ class ProcessLink:
     def failed(
         self, where: str, started: float, reason: str | None = None, *, timed_out: bool = False
     ) -> CollectiveError | CollectiveTimeout:
-        """The error for a collective that failed; from now on the link is broken in all ranks."""
+        """Return the error for a failed collective; from now on all ranks' links are broken."""
         with self._failing:
             if self._error:
                 return self._unusable()
@@ -295,7 +293,7 @@ class ProcessLink:
         return self._launch("broadcast", what, start, sent, target)
 
     def all_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        """The tensors of all processes, by rank, as new tensors on the device of this one."""
+        """Return the tensors of all processes, by rank, as new tensors on this one's device."""
         sent, _ = self._sendable(tensor)
         parts = [torch.empty_like(sent) for _ in range(self.world_size)]
         start = functools.partial(dist.all_gather, parts, sent, async_op=True)
@@ -303,7 +301,7 @@ class ProcessLink:
         return [part.to(tensor.device) for part in parts]
 
     def all_gather_json(self, value: Any, *, what: str) -> list[Any]:
-        """The values of all processes, by rank: two small collectives, and no pickle."""
+        """Return the values of all processes, by rank: two small collectives, and no pickle."""
         data = json.dumps(value).encode()
         sizes = self.all_gather(torch.tensor(len(data), device=_HOST), what=f"size of {what}")
         padded = torch.frombuffer(bytearray(data.ljust(int(max(sizes)))), dtype=torch.uint8)
@@ -325,7 +323,7 @@ class ProcessLink:
         self._launch(operation, what, start, sent).wait()
 
     def wait_for(self, future: torch.futures.Future[T], *, what: str) -> T:
-        """The value of a future that somebody else completes, such as a communication hook."""
+        """Return the value of a future that somebody else completes, such as a hook."""
         ready, where, started = threading.Event(), f"the wait for {what}", time.monotonic()
         future.add_done_callback(lambda _: ready.set())
         self.wait_in_slices(where, started, ready.wait)
@@ -340,7 +338,7 @@ class ProcessLink:
     def _sendable(
         self, tensor: torch.Tensor, *, load: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the backend takes, see the note of that name; and the tensor, if that is a copy."""
+        """Return a tensor for the backend, see the note of that name; and a copy's original."""
         backend = self.backends.get(tensor.device.type)
         if tensor.layout != torch.strided:
             # Gloo adds up sparse tensors, and NCCL does not: those go through the host.
@@ -401,7 +399,7 @@ class ProcessLink:
 
 
 def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group."""
+    """Return the group itself, or the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "collectives across processes need a process group; call "
@@ -417,13 +415,13 @@ def parent_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """The time limit of a group's collectives, in seconds: the shortest of its backends'."""
+    """Return the time limit of a group's collectives, in seconds: the shortest of its backends'."""
     limits = torch_internals.time_limits(group)
     return min(limits, default=constants.default_pg_timeout).total_seconds()
 
 
 def _make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.ProcessGroup:
-    """A new group over the processes of ``parent``, with its backends and one for the CPU."""
+    """Return a new group over the processes of ``parent``, with its backends and a CPU one."""
     backends = dist.get_backend_config(parent)
     # See Note [Groups for accelerators only].
     has_cpu = any(pair.startswith("cpu:") for pair in backends.split(","))

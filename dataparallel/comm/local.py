@@ -5,10 +5,10 @@ The functions that users call look at their arguments; the others are told what 
 Note [Order of a sum]
 ~~~~~~~~~~~~~~~~~~~~~
 Floating-point addition is not associative, so a sum over replicas has a value only together with an
-order. The order is that of the replicas, ((g0 + g1) + g2) + ..., wherever the sum is placed: the
+order. The order is that of the replicas, ((g0 + g1) + g2) + ..., wherever the sum is placed. The
 result depends neither on thread timing, nor on the destination, nor on the way of the terms.
 
-Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end: rounding after each
+Sums of float16 and bfloat16 are kept in float32 and rounded once, at the end. Rounding after each
 addition would cost half a digit or more of the few that there are. Sums of two come out alike in
 any case, and sparse tensors are added as torch adds them.
 """
@@ -41,26 +41,26 @@ _nbytes = attrgetter("nbytes")
 
 # Note [Streams of a copy]
 # ~~~~~~~~~~~~~~~~~~~~~~~~
-# What goes to accelerator B is allocated and awaited on B's copy stream, wherever it comes from: so
-# it does not wait for what B computes. On B's current stream it would, and the allocator could hand
-# out memory there that queued work still uses.
+# Tensors for accelerator B are allocated and awaited on B's copy stream, wherever they come from:
+# so they do not wait for B's computation. On B's current stream they would, and the allocator could
+# hand out memory there that queued work still uses.
 #
 # torch orders a part of it. A copy between two devices runs on the current stream of its source,
-# after what the destination's current stream (here: the copy stream) has queued, and that stream
+# after the queued work of the destination's current stream (here: the copy stream). That stream
 # then waits for it. A copy from the host runs on the destination's current stream (again the copy
-# stream). What is left to do here:
+# stream). The rest is done here:
 #
 # 1. If a source is on B itself (one part of a gather), the copy stream waits for B's current
-#    stream. That part is copied on the copy stream, and may not have been computed yet.
+#    stream. This part is copied on the copy stream, and may not have been computed yet.
 # 2. B's current stream waits for the copy stream: whoever uses the result does so there.
 # 3. The result is recorded on B's current stream. It is memory of the copy stream; freed without
 #    this, it would go to the next copy while B still reads it.
 #
-# Nothing is recorded for the sources: each is read on the current stream of its own device, and
-# what is freed on B's current stream is not used again before step 2.
+# Nothing is recorded for the sources. Each is read on the current stream of its own device, and
+# memory that is freed on B's current stream is not used again before step 2.
 #
-# The host waits for nothing but a copy to the CPU, which has no queue that could wait, and a copy
-# from CPU memory that isn't pinned, since its owner may write to it right after.
+# The host waits only for a copy to the CPU, which has no queue that could wait, and for a copy from
+# CPU memory that isn't pinned. The owner of that memory may write to it right after.
 
 
 def arrive(
@@ -84,7 +84,7 @@ def arrive(
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on ``device``: shared memory if it is there already, else a copy.
+    """Return the tensor on ``device``: shared memory if it is there already, else a copy.
 
     Strides, layout and dtype are kept; the result takes no part in autograd.
     """
@@ -108,7 +108,7 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
 
 
 def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> list[list[int]]:
-    """Which columns share a buffer, by their first tensors; those that gain nothing are alone."""
+    """Group the columns that share a buffer, by their first tensors; some gain nothing."""
     first, every = rows[0], list(itertools.chain(*rows))
     # At the speed of C, since mostly it is so.
     if {torch.strided}.issuperset(map(_layout, every)) and all(
@@ -133,14 +133,14 @@ def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor with the elements of some, in the order in which they lie in memory."""
+    """Return one flat tensor with the elements of some, in their order in memory."""
     if all(map(torch.Tensor.is_contiguous, tensors)):
         return flatten_dense_tensors(tensors)
     return torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors])
 
 
 def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in a flat buffer, laid out as some others: they share its memory."""
+    """Return the tensors in a flat buffer, laid out as some others: they share its memory."""
     sizes = [like.numel() for like in likes]
     offsets = itertools.accumulate(sizes, initial=int(flat.storage_offset()))
     # Views of one buffer share its version counter: a change of one parameter would count as a
@@ -248,9 +248,9 @@ def reduce_add(
         total = reduce_add([grad_of_replica_0, grad_of_replica_1], destination=0)
 
     Args:
-        inputs: One tensor per replica, of equal sizes and dtypes, dense or sparse COO. Where only
-            some are sparse, the sum is dense.
-        destination: Where the sum is. Default: the device of the first input.
+        inputs: One tensor per replica, of equal sizes and dtypes, dense or sparse COO. If only some
+            are sparse, the sum is dense.
+        destination: The device of the sum. Default: the device of the first input.
 
     Returns:
         The sum in replica order, in new memory; a single input is returned as it is if it is on
@@ -275,7 +275,7 @@ def reduce_add_coalesced(
 
     Args:
         inputs: For each replica its tensors: as many in each, as for :func:`reduce_add`.
-        destination: Where the sums are. Default: the device of the first input.
+        destination: The device of the sums. Default: the device of the first input.
         buffer_size: Bytes with which a buffer is full. Default: 10 MiB.
 
     Returns:
@@ -310,7 +310,7 @@ def sums_of(
     in_place: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
 ) -> list[Any]:
-    """The sum of each column on a device, in new memory unless it has one term that is there.
+    """Return each column's sum on a device, in new memory unless its only term is there.
 
     There is a row for each replica. None counts for nothing, and is the sum of nothing. With
     ``in_place`` a dense sum is written over the first term of its column if that is on the device.
@@ -328,7 +328,7 @@ def sums_of(
             return _add_packed(rows, target, in_place, buffer_size)
     columns = list(zip(*rows, strict=True))
     sums: list[torch.Tensor | None] = [None] * len(columns)
-    # What is added in one call is on the same devices in each row.
+    # Columns that are added in one call are on the same devices in each row.
     together: dict[Any, dict[int, Sequence[torch.Tensor]]] = {}
     kept: set[int] = set()
     for i, column in enumerate(columns):
@@ -358,7 +358,7 @@ def sums_of(
 
 
 def _only(term: torch.Tensor, target: torch.device, kept: set[int]) -> torch.Tensor:
-    """The sum of one term; ``kept`` are the addresses of those that stay as they are."""
+    """Return the sum of one term; ``kept`` are the addresses of those that stay as they are."""
     if term.device != target or term.requires_grad:
         return copy_to(term, target)
     if type(term) is torch.Tensor and term.layout is torch.strided:
@@ -377,7 +377,7 @@ def _add_packed(
     for members in _plan_groups(rows, buffer_size):
         group = [[row[i] for i in members] for row in rows]
         if len(members) > 1:
-            # What was packed is nobody's yet.
+            # Nobody else has a packed tensor yet.
             (total,) = _add([[pack(row)] for row in group], target, in_place=True)
             totals = _unpack(total, group[0])
         else:
@@ -416,7 +416,7 @@ def _add(
 
 
 def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:
-    """The type in which a sum of ``count`` terms is kept."""
+    """Return the type in which a sum of ``count`` terms is kept."""
     # A sum of two is rounded once in any case.
     return wide(term.dtype) if count > 2 and term.layout == torch.strided else term.dtype
 
@@ -425,7 +425,7 @@ def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:
 
 
 def chunk_lengths(size: int, num_chunks: int) -> tuple[int, ...]:
-    """How ``torch.chunk`` divides ``size`` into at most ``num_chunks``; one empty chunk for 0."""
+    """Return the lengths into which ``torch.chunk`` divides ``size``; one empty chunk for 0."""
     length = -(-size // num_chunks)
     if length == 0:
         return (0,)
@@ -500,7 +500,7 @@ def gather(
     Args:
         tensors: Equal in all dimensions but ``dim``. Tensors without dimensions are stacked.
         dim: Dimension to concatenate along.
-        destination: Where the result is; -1 means the CPU. Default: the device of the first tensor.
+        destination: The device of the result; -1 means the CPU. Default: that of the first tensor.
 
     Returns:
         A new tensor, which doesn't require grad.

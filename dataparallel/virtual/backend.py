@@ -35,7 +35,7 @@ class NativeGraph(Protocol):
 
 
 class Extension(Protocol):
-    """What ``csrc/bindings.cpp`` offers."""
+    """The interface of ``csrc/bindings.cpp``."""
 
     def autograd_has_started(self) -> bool: ...
     def initialize(self, count: int) -> None: ...
@@ -60,12 +60,12 @@ _loaded: Extension | None = None
 
 
 def loaded() -> Extension | None:
-    """The extension, or None before the devices were enabled."""
+    """Return the extension, or None before the devices were enabled."""
     return _loaded
 
 
 def required() -> Extension:
-    """The extension; RuntimeError before the devices were enabled."""
+    """Return the extension; raise a RuntimeError before the devices were enabled."""
     if _loaded is None:
         raise RuntimeError(
             "virtual devices are not enabled: call dataparallel.virtual.enable() first, "
@@ -75,7 +75,7 @@ def required() -> Extension:
 
 
 def native_extension() -> NativeExtension:
-    """What is compiled; imported late, since nobody needs it who does not enable the devices."""
+    """Return the compiled part; imported late, for those only who enable the devices."""
     from dataparallel.kernels.native import NativeExtension
 
     return NativeExtension(
@@ -128,9 +128,9 @@ def enable(n: int = 4, *, strict: bool | None = None, races: bool | None = None)
 
     Args:
         n: How many devices, 1 to 64. Default: 4.
-        strict: Whether default streams defer work as side streams do, see ``strict_mode``. Default:
+        strict: True if default streams defer work as side streams do, see ``strict_mode``. Default:
             the environment variable ``DATAPARALLEL_VIRTUAL_STRICT`` (0 or 1), else no.
-        races: Whether races are errors, see ``check_races``. Default: the environment variable
+        races: True if races are errors, see ``check_races``. Default: the environment variable
             ``DATAPARALLEL_VIRTUAL_RACES`` (0 or 1), else as ``strict``.
 
     Raises:

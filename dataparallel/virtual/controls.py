@@ -1,4 +1,4 @@
-"""What tests ask of the virtual devices: counters, limits of memory, and strict mode.
+"""The controls of the virtual devices for tests: counters, limits of memory, and strict mode.
 
 In strict mode default streams defer their work too, so a wait forgotten on them shows.
 """
@@ -14,7 +14,7 @@ from dataparallel.virtual.backend import required
 
 
 def _index_of(device: torch.device | str | int | None) -> int:
-    """The index of a virtual device; -1 stands for all of them."""
+    """Return the index of a virtual device; -1 stands for all of them."""
     if device is None:
         return -1
     if not isinstance(device, int):
@@ -161,7 +161,7 @@ def set_check_races(value: bool) -> None:
         dataparallel.virtual.set_check_races(True)
 
     Args:
-        value: True for checks. What is queued already counts as ordered.
+        value: True for checks. Work that is queued already counts as ordered.
 
     Raises:
         RuntimeError: Virtual devices are not enabled.

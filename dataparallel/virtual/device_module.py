@@ -1,4 +1,4 @@
-"""What ``torch.virtual`` is: the device's module, as ``torch.cuda`` is for NVIDIA GPUs."""
+"""The module ``torch.virtual``: the device's module, as ``torch.cuda`` is for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _lazy_init = init
 
 
 def device_count() -> int:
-    """The number of virtual devices."""
+    """Return the number of virtual devices."""
     return _extension.device_count()
 
 
@@ -115,7 +115,7 @@ class device_of(device):
 
 
 class DeviceProperties(NamedTuple):
-    """What there is to know about a virtual device; ``total_memory`` in bytes."""
+    """The properties of a virtual device; ``total_memory`` in bytes."""
 
     name: str
     total_memory: int
@@ -123,7 +123,7 @@ class DeviceProperties(NamedTuple):
 
 
 def get_device_name(device: DeviceLike = None) -> str:
-    """The name of a device."""
+    """Return the name of a device."""
     return f"virtual device on {platform.machine()}"
 
 
@@ -133,7 +133,7 @@ def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
 
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
-    """A capability of no meaning, for code that asks for one."""
+    """Return a capability of no meaning, for code that asks for one."""
     return (0, 0)
 
 
@@ -160,12 +160,12 @@ class Event(torch.Event):
 
 
 def current_stream(device: DeviceLike = None) -> torch.Stream:
-    """This thread's current stream of a device."""
+    """Return this thread's current stream of a device."""
     return accelerator.current_stream(_index(device))
 
 
 def default_stream(device: DeviceLike = None) -> torch.Stream:
-    """The stream that is current where no other was chosen."""
+    """Return the stream that is current if no other was chosen."""
     like = current_stream(device)
     return torch.Stream(stream_id=0, device_index=like.device_index, device_type=like.device_type)
 
@@ -206,7 +206,7 @@ class VirtualGraph:
 
 
 def graph_pool_handle() -> object:
-    """A name for memory that graphs share; those of virtual devices share none."""
+    """Return a name for memory that graphs share; those of virtual devices share none."""
     return object()
 
 
@@ -265,17 +265,17 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """The seed of the current device."""
+    """Return the seed of the current device."""
     return _generator(None).initial_seed()
 
 
 def get_rng_state(device: DeviceLike = "virtual") -> torch.Tensor:
-    """The state of a device's generator, as a tensor of bytes."""
+    """Return the state of a device's generator, as a tensor of bytes."""
     return _generator(device).get_state()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The state of every device's generator."""
+    """Return the state of every device's generator."""
     return [generator.get_state() for generator in default_generators]
 
 
@@ -294,7 +294,7 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The types that autocast may compute in."""
+    """Return the types that autocast may compute in."""
     return [torch.bfloat16, torch.float16]
 
 
