@@ -135,7 +135,9 @@ WRITES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("looks_before", [1, 3])
 @WRAPPERS
-def test_values(wrapper: Wrapper, name: str, looks_before: int) -> None:
+def test_values_that_somebody_writes_are_in_the_next_forward(
+    wrapper: Wrapper, name: str, looks_before: int
+) -> None:
     module = nn.Linear(3, 2).to(DEVICES[0])
     model = wrapper(module, DEVICES)
     x = torch.eye(3, device=DEVICES[0]).repeat(2, 1)

@@ -85,7 +85,7 @@ def compare(
 @pytest.mark.parametrize(
     ("place", "size"), [("cpu", 1), ("cpu", 2), ("cpu", 4), *((place, 3) for place in PLACES)]
 )
-def test_replicas(place: str, size: int) -> None:
+def test_gradients_between_replicas(place: str, size: int) -> None:
     slots = PLACES[place][:size]
 
     def compute(case: Case, xs: list[Tensor]) -> list[Tensor]:
@@ -107,7 +107,7 @@ def compare_processes(rank: int, world_size: int, dtype: torch.dtype) -> Faults:
     ("world_size", "dtype"),
     [(1, torch.double), (3, torch.double), (3, torch.cdouble)],
 )
-def test_processes(cluster: Cluster, world_size: int, dtype: torch.dtype) -> None:
+def test_gradients_between_processes(cluster: Cluster, world_size: int, dtype: torch.dtype) -> None:
     assert cluster.run(compare_processes, world_size, dtype) == [[]] * world_size
 
 
@@ -124,7 +124,7 @@ def compare_hybrid(rank: int, world_size: int, counts: Sequence[int], kind: str)
 
 
 @pytest.mark.parametrize("counts, kind", [((2, 2), "cpu"), ((1, 2, 3), "cpu"), ((2, 1), "virtual")])
-def test_replicas_of_several_processes(
+def test_gradients_between_replicas_of_several_processes(
     cluster: Cluster, counts: tuple[int, ...], kind: str
 ) -> None:
     found = cluster.run(compare_hybrid, len(counts), counts, kind, virtual=kind == "virtual")

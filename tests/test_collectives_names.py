@@ -247,5 +247,5 @@ def make_mistakes(rank: int, world_size: int) -> list[str]:
     return faults
 
 
-def test_mistakes(cluster: Cluster) -> None:
+def test_mistakes_in_arguments_are_refused_in_all_processes(cluster: Cluster) -> None:
     assert cluster.run(make_mistakes, 2) == [[], []]

@@ -89,7 +89,7 @@ def all_inputs(size: int) -> list[tuple[str, list[Tensor], list[Case]]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
-def test_replicas(place: str, size: int) -> None:
+def test_values_between_replicas(place: str, size: int) -> None:
     slots = PLACES[place][:size]
     for name, xs, chosen in all_inputs(size):
         if place == "cpu" or size == 3 or name.startswith("torch.float32"):
@@ -172,7 +172,7 @@ def run_all(rank: int, world_size: int, device: str) -> Faults:
 
 
 @pytest.mark.parametrize(("size", "device", "backend"), [(1, "cpu", "gloo"), *PROCESSES[1:]])
-def test_processes(cluster: Cluster, size: int, device: str, backend: str) -> None:
+def test_values_between_processes(cluster: Cluster, size: int, device: str, backend: str) -> None:
     for faults in cluster.run(run_all, size, device, virtual=device != "cpu", backend=backend):
         assert not faults
 
@@ -328,7 +328,7 @@ def move_bits(rank: int, world_size: int, counts: Sequence[int], kind: str) -> F
 
 @pytest.mark.parametrize("kind", [compute_all, move_bits])
 @pytest.mark.parametrize(("counts", "place"), HYBRID)
-def test_replicas_of_several_processes(
+def test_values_between_replicas_of_several_processes(
     cluster: Cluster, kind: Any, counts: tuple[int, ...], place: str
 ) -> None:
     for faults in cluster.run(kind, len(counts), counts, place, virtual=place == "virtual"):

@@ -231,7 +231,9 @@ def test_replicas_within_replicas() -> None:
         (SyncBatchNorm, "replica0"),
     ],
 )
-def test_buffers(layer: Any, buffers: Any, started: Started) -> None:
+def test_buffers_of_compiled_modules_are_those_of_plain_ones(
+    layer: Any, buffers: Any, started: Started
+) -> None:
     plain, net = twins(build=lambda: nn.Sequential(nn.Linear(4, 8), layer(8), nn.Linear(8, 4)))
     expected = DataParallel(plain, ["cpu"] * 2, buffers=buffers)
     model = DataParallel(compile_graphs(net), ["cpu"] * 2, buffers=buffers)

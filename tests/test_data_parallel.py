@@ -117,7 +117,7 @@ def test_functional_call_on_a_module_around_the_wrapper(wrapper: Any, count: int
 # --- copies and life -------------------------------------------------------------------------
 
 
-def test_copies(slots: list[str]) -> None:
+def test_copies_compute_the_same_with_parameters_of_their_own(slots: list[str]) -> None:
     model = DataParallel(Net().to(slots[0]), slots[:2], output_device=slots[0], scalars="mean")
     x = torch.randn(5, 3, device=slots[0])
     expected = model(x)

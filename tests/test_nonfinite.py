@@ -308,7 +308,9 @@ DTYPES = [torch.half, torch.bfloat16, torch.float, torch.double, torch.cfloat]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(slots: list[str], dtype: torch.dtype) -> None:
+def test_numbers_of_every_dtype_are_told_from_its_largest(
+    slots: list[str], dtype: torch.dtype
+) -> None:
     largest = torch.finfo(dtype).max if not dtype.is_complex else 1e18
     model = DistributedDataParallel(Given(dtype, slots[0]), slots[:1], nonfinite="raise")
     for value, kind in ((0.0, ""), (largest, ""), (NAN, "NaN"), (INF, "infinity")):

@@ -92,7 +92,7 @@ def test_groups_are_kept_and_added_and_scheduled(slots: list[str], kind: Kind) -
 
 
 @OURS
-def test_hooks(slots: list[str], kind: Kind) -> None:
+def test_hooks_of_an_optimizer_run_as_those_of_the_plain_one(slots: list[str], kind: Kind) -> None:
     """Those of a step run once for the sharded optimizer, and once for each bucket in backward."""
     twins = Twins(kind, slots)
     seen: list[Any] = []

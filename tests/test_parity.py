@@ -131,7 +131,9 @@ def test_orders_of_devices_and_small_batches(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(slots: list[str], dtype: torch.dtype) -> None:
+def test_outputs_have_the_dtype_and_the_device_of_the_module(
+    slots: list[str], dtype: torch.dtype
+) -> None:
     net = nn.Linear(10, 5).to(slots[0], dtype)
     x = torch.randn(20, 10, device=slots[0], dtype=dtype)
     out = DataParallel(net, slots)(x.cpu())
@@ -139,7 +141,7 @@ def test_dtypes(slots: list[str], dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, net(x))
 
 
-def test_arguments(slots: list[str]) -> None:
+def test_containers_and_keywords_go_through_the_wrapper(slots: list[str]) -> None:
     def many(net: Any, a: Any, b: Tensor, factor: float, *, c: Tensor | None = None) -> Any:
         found = factor * (a["x"][0] * b if c is None else a["x"][0] * b + c) * net.scale
         return [found, (found.sin(), [found.add(1)]), OrderedDict(a=found, b=[found])]

@@ -125,7 +125,7 @@ def test_another_order(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "num_processes"), [(0, 9), (2, 2)])
-def test_arguments(rank: int, num_processes: int) -> None:
+def test_ranks_without_a_part_of_a_batch_are_refused(rank: int, num_processes: int) -> None:
     message = f"rank {rank} of {num_processes} processes has no part of a batch of 8"
     with pytest.raises(ValueError, match=message):
         ResumableSampler(20, 8, rank=rank, num_processes=num_processes)

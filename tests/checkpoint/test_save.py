@@ -141,7 +141,7 @@ def test_the_next_save_tells_of_a_failure_in_the_background(
         ({"model": nn.LazyLinear(2)}, TypeError, "UninitializedParameter that is not dense or has"),
     ],
 )
-def test_arguments(
+def test_arguments_that_cannot_be_saved_are_refused(
     options: dict[str, Any], error: type[Exception], message: str, tmp_path: pathlib.Path
 ) -> None:
     with pytest.raises(error, match=message):

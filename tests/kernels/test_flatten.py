@@ -114,7 +114,7 @@ def converted(source: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.T
     schedule=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_values(
+def test_values_in_the_bucket_are_those_of_the_tensors(
     bucket: tuple[torch.dtype, list[Item]],
     scale: float,
     gap: int | None,

@@ -151,7 +151,7 @@ REFUSED: list[tuple[str, Callable[[Tensor, Tensor], object]]] = [
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["eager", "strict"])
-def test_what_is_refused(strict: bool) -> None:
+def test_operators_and_generators_of_other_devices_are_refused(strict: bool) -> None:
     with strict_mode(strict):
         for message, call in REFUSED:
             a, b = torch.ones(2, 2, device="virtual:0"), torch.ones(2, 2, device="virtual:1")
