@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import parser
 
+from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.cli import main
+from dataparallel.tools.monitor.palette import DARK
 from tests.monitor.cases import make_sample
 from tests.monitor.test_serve import EVERYTHING, exposed
 
@@ -40,6 +42,15 @@ def test_all_that_the_dashboard_asks_for_is_told(dashboard: Any) -> None:
             labels |= {*group.split(", ")}
         # Prometheus itself adds from which machine a series comes.
         assert labels - {"instance"} <= set.union(*(told[one] for one in metrics)), expression
+
+
+def test_phases_have_the_colors_of_the_other_views(dashboard: Any) -> None:
+    found = {
+        override["matcher"]["options"]: override["properties"][0]["value"]["fixedColor"]
+        for panel in dashboard["panels"]
+        for override in panel.get("fieldConfig", {}).get("overrides", ())
+    }
+    assert found == {phase: DARK.phases[phase].color for phase in PHASES}
 
 
 def test_panels_have_places_units_and_a_source_that_can_be_chosen(dashboard: Any) -> None:
