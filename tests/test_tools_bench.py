@@ -302,8 +302,6 @@ def test_a_small_run_on_virtual_devices_in_processes_of_its_own(
         ("train --devices virtual:0 --peers ddp", "no process group for virtual devices"),
         ("train --cases conv --processes 33 --devices cpu", "'conv' has 32 samples, but there are"),
         ("host --parameters 7", "--parameters takes even numbers"),
-        ("host --plot host.bmp", "host.bmp: a picture ends in one of .png, .svg, .pdf"),
-        ("scaling --check --device virtual:0", "--check is for CPU replicas, but"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

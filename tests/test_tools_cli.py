@@ -24,7 +24,6 @@ COMMANDS = (
     "doctor",
     "bench",
     "bench train",
-    "bench scaling",
     "bench host",
     "completion",
     "monitor",
@@ -71,10 +70,7 @@ def test_a_group_alone_prints_its_help(
         ("bench train --devices ,", "one device per replica, for example cpu,cpu"),
         ("bench host --replicas 1,", "'' is not a whole number of at least 1"),
         ("bench train --rounds 1.5", "'1.5' is not a whole number of at least 1"),
-        ("bench scaling --replicas 1,0", "'0' is not a whole number of at least 1"),
-        ("bench scaling --link local=pcie", "'local=pcie' is no link: pass local=SPEED or proc"),
-        ("bench scaling --link processes=0GB/s,1us", "'processes=0GB/s,1us' is no link"),
-        ("bench scaling --link there=pcie4", "'there=pcie4' is no link"),
+        ("bench host --replicas 1,0", "'0' is not a whole number of at least 1"),
     ],
 )
 def test_what_means_nothing_is_refused(

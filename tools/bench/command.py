@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import (
-    above_zero,
     add_command,
     count,
     counts,
@@ -15,7 +14,6 @@ from dataparallel.tools.arguments import (
     names_in,
 )
 from dataparallel.tools.bench.cases import CASES
-from dataparallel.tools.bench.projection import LINKS, parse_link
 
 if TYPE_CHECKING:
     import argparse
@@ -29,14 +27,11 @@ def add_to(commands: Subparsers) -> None:
         commands,
         "bench",
         summary="Measure speed and memory beside a peer, interleaved in one run.",
-        examples=[
-            f"dataparallel bench {subject} --help" for subject in ("train", "host", "scaling")
-        ],
+        examples=[f"dataparallel bench {subject} --help" for subject in ("train", "host")],
     )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
     _add_train(subjects)
     _add_host(subjects)
-    _add_scaling(subjects)
 
 
 def _add_train(subjects: Subparsers) -> None:
@@ -77,7 +72,7 @@ def _add_host(subjects: Subparsers) -> None:
         summary="What a step costs the host: time, Python calls, operators, copies, waits.",
         examples=[
             "dataparallel bench host",
-            "dataparallel bench host --devices virtual --plot host.png",
+            "dataparallel bench host --devices virtual",
             "dataparallel bench host --parameters 400 --replicas 1,2 --rounds 9",
             "dataparallel bench host --devices cuda:0 --json host.json",
         ],
@@ -91,45 +86,7 @@ def _add_host(subjects: Subparsers) -> None:
         help="sizes of the models, two parameters per layer; default: 20,100,400,2000")  # fmt: skip
     add("--replicas", type=counts, default=[1, 2, 4, 8], metavar="LIST",
         help="of ours; default: 1,2,4,8")  # fmt: skip
-    add("--plot", metavar="PICTURE", help="draw the cost over parameters and over replicas")
     add_rounds(parser, rounds=5)
-
-
-def _add_scaling(subjects: Subparsers) -> None:
-    name = "dataparallel.tools.bench.scaling"
-    parser = add_command(
-        subjects,
-        "scaling",
-        summary="Project the step time of P processes x R replicas from costs measured here.",
-        examples=[
-            "dataparallel bench scaling --cases mlp",
-            "dataparallel bench scaling --device 0 --link local=nvlink4 --link processes=400gbe",
-            "dataparallel bench scaling --processes 1,2,64 --link processes=12.5GB/s,10us",
-            "dataparallel bench scaling --cases mlp,deep --check",
-        ],
-        run=late(lambda: importlib.import_module(name), extra="tools"),
-    )
-    add = parser.add_argument
-    add("--cases", type=names_in(list(CASES)), default=list(CASES), metavar="LIST",
-        help=f"models to measure; default: {','.join(CASES)}")  # fmt: skip
-    add("--samples", type=count, default=None, metavar="N",
-        help="of each replica; default: half of the batch of bench train")  # fmt: skip
-    add("--device", default="cpu", metavar="DEVICE",
-        help="where one replica is measured; default: cpu")  # fmt: skip
-    add("--processes", type=counts, default=[1, 2, 4, 8, 64], metavar="LIST",
-        help="default: 1,2,4,8,64, each on a machine like this one")  # fmt: skip
-    add("--replicas", type=counts, default=[1, 2, 4, 8], metavar="LIST",
-        help="of each process; default: 1,2,4,8")  # fmt: skip
-    add("--link", type=parse_link, action="append", default=[], metavar="PLACE=SPEED",
-        help="PLACE: local (between the devices of a process; default: pcie4) or processes "
-        f"(default: 100gbe). SPEED: figures such as 12.5GB/s,10us, or {', '.join(LINKS)}: the "
-        "bandwidth of the data sheet in one direction, with an assumed latency")  # fmt: skip
-    add("--bucket-cap-mb", type=above_zero, default=None, metavar="MIB",
-        help="as the wrapper's; default: its own")  # fmt: skip
-    add("--check", action="store_true",
-        help="measure 1x1, 1x2, 2x1 and 2x2 on this CPU, too, and show the error")  # fmt: skip
-    # Within 26 steps a wrapper has found out whether its replicas better run in turn.
-    add_rounds(parser, steps=10)
 
 
 def add_rounds(parser: argparse.ArgumentParser, rounds: int = 7, steps: int | None = None) -> None:

@@ -10,28 +10,24 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from dataparallel.errors import needs_extra
 from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.harness import Contestant, Kind, Outcome, team_of
 from dataparallel.tools.bench.results import Row, summarize
 from dataparallel.tools.bench.trainer import TrainTask
-from dataparallel.tools.monitor.command import SUFFIXES
 
 _WRAPPERS: dict[Literal["dp", "ddp"], str] = {"dp": "our DP", "ddp": "our DDP"}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    draw = _drawing(arguments.plot) if arguments.plot else None
     if any(number % 2 for number in arguments.parameters):
         raise ValueError("each layer has two parameters, so --parameters takes even numbers")
 
-    results: dict[int, list[Row]] = {}
-
     def conclude(measured: Mapping[str, Sequence[Outcome]]) -> runner.Report:
         outcomes = measured["host"]
-        for number in arguments.parameters:
-            results[number] = summarize(outcomes, str(number), "step wall")
+        results = {
+            number: summarize(outcomes, str(number), "step wall") for number in arguments.parameters
+        }
         cases = [
             {"parameters": number, "steps_per_round": outcomes[0].steps, "rows": rows}
             for number, rows in results.items()
@@ -43,19 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             all(row.agrees for rows in results.values() for row in rows),
         )
 
-    status = runner.run(arguments, {"host": _plan(arguments)}, conclude)
-    if draw:
-        draw(results, arguments.devices, arguments.plot)
-    return status
-
-
-def _drawing(target: str) -> Any:
-    """Return the function that draws; it is looked for before anything is measured."""
-    if not target.lower().endswith(SUFFIXES):
-        raise ValueError(f"{target}: a picture ends in one of {', '.join(SUFFIXES)}")
-    with needs_extra("monitor"):
-        from dataparallel.tools.bench.host_plot import draw
-    return draw
+    return runner.run(arguments, {"host": _plan(arguments)}, conclude)
 
 
 def _plan(arguments: argparse.Namespace) -> list[Contestant]:
