@@ -146,6 +146,14 @@ def test_threads_within_one_stream_leave_it_as_they_came() -> None:
         assert list(pool.map(work, range(2))) == [True, True]
 
 
+def test_a_copy_on_its_way_to_the_host_is_there_after_its_event() -> None:
+    with virtual.strict_mode():
+        copy, event = devices.to_host_later(torch.ones(4, device=VIRTUAL[1]) * 3)
+        # While nobody waits for it, the copy does not happen.
+        event.synchronize()
+        assert copy.tolist() == [3.0] * 4
+
+
 def test_a_device_is_capturing_whichever_is_current() -> None:
     with devices.recording(torch.Stream(VIRTUAL[1]), object()), devices.use_device(VIRTUAL[0]):
         assert list(map(devices.is_capturing, VIRTUAL[:2])) == [False, True]

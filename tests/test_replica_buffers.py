@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, collectives, data_parallel, virtual
+from dataparallel import (
+    DataParallel,
+    DistributedDataParallel,
+    collectives,
+    data_parallel,
+    devices,
+    virtual,
+)
 
 WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 TWO = ["virtual:0", "virtual:1"]
@@ -162,6 +170,19 @@ def test_buffers_that_differ_are_named_once(
         assert f"with buffers={buffers!r} the module keeps those of replica 0" in text
         assert ("pass buffers='mean'" in text) == (buffers != "mean")
         assert "dataparallel.collectives.all_reduce()" in text
+
+
+def test_an_answer_of_the_device_is_not_read_before_it_is_there(
+    said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, event = devices.to_host_later, mock.Mock(query=mock.Mock(return_value=False))
+    monkeypatch.setattr(devices, "to_host_later", lambda value: (send(value)[0], event))
+    model = DataParallel(Keeps(in_place).to("virtual:0"), ["virtual:0", "virtual:1"])
+    run(model, 3)
+    assert said() == []
+    event.query.return_value = True
+    run(model)
+    assert len(said()) == 1
 
 
 @WRAPPERS

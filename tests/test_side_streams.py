@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, devices, virtual
+from dataparallel import DataParallel, DistributedDataParallel, collectives, devices, virtual
 from tests.models import assert_all_close
 
 # The leaves' gradients are for the caller's streams, with and without DDP of torch.
@@ -71,6 +71,22 @@ class Branches(nn.Module):
         return result
 
 
+class Meeting(nn.Module):
+    """Takes the mean over all replicas away, computed aside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        if x.device.type != "cpu":
+            mean = collectives.all_reduce(mean, "avg", "local")
+        return x - mean
+
+
+def meeting(on: Collection[int], *, fresh: bool) -> nn.Module:
+    """Replicas that meet while some are aside."""
+    meeting = Aside(nn.Sequential(nn.Linear(20, 30), Meeting()), on, fresh=fresh)
+    return nn.Sequential(meeting, nn.Tanh(), nn.Linear(30, 3))
+
+
 def layers(aside: Collection[int], on: Collection[int], *, fresh: bool) -> nn.Module:
     """A stack of which some layers are aside."""
     sizes = [20, 300, 30, 3]
@@ -91,11 +107,13 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "last layer": lambda on, **how: layers((2,), on, **how),
     "all layers": whole,
     "branches": Branches,
+    "meeting": meeting,
 }
 
 
 def plain(model: Any, x: Tensor, y: Tensor) -> None:
-    nn.functional.mse_loss(model(x), y).backward()
+    output = model(x)
+    nn.functional.mse_loss(output, y.to(output.device)).backward()
 
 
 def by_loss(model: Any, x: Tensor, y: Tensor) -> None:
@@ -111,10 +129,20 @@ def accumulated(model: Any, x: Tensor, y: Tensor) -> None:
 
 
 def of_two_forwards(model: Any, x: Tensor, y: Tensor) -> None:
-    nn.functional.mse_loss(model(x) + model(x * 2), y).backward()
+    output = model(x) + model(x * 2)
+    nn.functional.mse_loss(output, y.to(output.device)).backward()
 
 
-STEPS = [plain, by_loss, accumulated, of_two_forwards]
+def of_inputs_on_the_host(model: Any, x: Tensor, y: Tensor) -> None:
+    """Gradients of inputs go to the host, too."""
+    given = x.cpu().requires_grad_()
+    plain(model, given if hasattr(model, "device_ids") else given.to(x.device), y)
+    assert given.grad is not None
+    with torch.no_grad():
+        next(model.parameters()).grad.add_(given.grad.sum().to(x.device))
+
+
+STEPS = [plain, by_loss, accumulated, of_two_forwards, of_inputs_on_the_host]
 
 
 def train(models: list[Any], step: Callable[..., None], device: str) -> list[Tensor]:
@@ -133,6 +161,10 @@ def train(models: list[Any], step: Callable[..., None], device: str) -> list[Ten
     return [p.detach().cpu() for model in models for p in model.parameters()]
 
 
+def to_the_host(module: nn.Module, places: list[str]) -> Any:
+    return DataParallel(module, places, output_device=-1)
+
+
 def compare(wrap: Any, modules: list[nn.Module], step: Callable[..., None], first: int) -> None:
     places = [f"virtual:{(first + index) % NUM_DEVICES}" for index in EACH]
     expected = train(copy.deepcopy(modules), step, "cpu")
@@ -145,7 +177,7 @@ def compare(wrap: Any, modules: list[nn.Module], step: Callable[..., None], firs
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("on", [(0,), (1,), (2,), EACH], ids=str)
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("wrap", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("wrap", [DataParallel, to_the_host, DistributedDataParallel])
 def test_gradients_of_a_module_that_computes_on_side_streams(
     wrap: Any, name: str, on: Collection[int], step: Callable[..., None]
 ) -> None:

@@ -94,7 +94,14 @@ def gather_while_another_device_is_read() -> list[Tensor]:
     return [parts[1].cpu(), whole.cpu()]
 
 
-SCENARIOS = (train, exchange, gather_while_another_device_is_read)
+def copy_to_the_host() -> list[Tensor]:
+    """The host uses what it has got at once."""
+    parts = [torch.zeros(1000, device=device) + i for i, device in enumerate(DEVICES)]
+    (copy,) = comm.broadcast(parts[1], ["cpu"])
+    return [copy * 2, comm.gather(parts, destination="cpu") * 2]
+
+
+SCENARIOS = (train, exchange, gather_while_another_device_is_read, copy_to_the_host)
 
 
 def run(left_out: Site | None, seen: set[Site]) -> list[Tensor]:

@@ -342,7 +342,12 @@ class Round:
         self._take_rest()
         for index in self._through & self._unreduced.keys():
             self.grads[index] = add(self.grads[index], self._unreduced[index])
-        for index, grad in enumerate(unshared(self._put_back())):
+        outside = self._put_back()
+        for grad in outside:
+            if grad is not None:
+                # It may be memory of a stream that computed a part of the loss.
+                _devices.record_stream(grad, _devices.current_stream(grad.device))
+        for index, grad in enumerate(unshared(outside)):
             if grad is not None:
                 self._add_late(index, grad.detach())
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import checkpoint
+from dataparallel.virtual import strict_mode
 
 
 class Gate:
@@ -58,6 +59,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 # --- while the training goes on ------------------------------------------------------------------
+
+
+def test_what_a_device_still_computes_is_saved(tmp_path: pathlib.Path) -> None:
+    with strict_mode():
+        weight = torch.ones(4, device="virtual:1") * 3
+        checkpoint.save(tmp_path, step=1, user=weight, asynchronous=True).wait(30)
+        torch.accelerator.synchronize(1)
+    assert checkpoint.load(tmp_path).user.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("device", ["cpu", "virtual:1"])

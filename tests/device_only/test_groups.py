@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import FileStore
 import dataparallel as dp
 from dataparallel import checkpoint, collectives
 from dataparallel.comm.link import ProcessLink
+from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster
 from tests.device_only.cases import (
     STEPS,
@@ -234,6 +235,25 @@ def test_collectives_of_processes(cluster: Cluster) -> None:
     got = cluster.run(reduce, 2, "vccl", virtual=True, backend="vccl")
     assert got == cluster.run(reduce, 2, "gloo", virtual=True, backend="gloo")
     assert got[0][0] == [1.0, 3.0, 5.0, 7.0]
+
+
+def reduce_on_two_streams(rank: int, size: int) -> list[float]:
+    """One stream launches a collective, and another one uses the result."""
+    here = torch.device("virtual", rank)
+    first, second = torch.Stream(here), torch.Stream(here)
+    with strict_mode():
+        with first:
+            mine = torch.ones(3, device=here) * (rank + 1)
+            reduced = collectives.all_reduce(mine, "avg", dist.group.WORLD)
+        with second:
+            result = reduced * 2
+        second.synchronize()
+        return [*result.tolist(), *reduced.tolist()]
+
+
+def test_a_collective_of_processes_is_used_on_another_stream(cluster: Cluster) -> None:
+    got = cluster.run(reduce_on_two_streams, 2, virtual=True, backend="vccl")
+    assert got == [[3.0] * 3 + [1.5] * 3] * 2
 
 
 def exchange(rank: int, size: int) -> list[list[float]]:
