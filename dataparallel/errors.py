@@ -7,8 +7,6 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-import torch.distributed as dist
-
 T = TypeVar("T")
 
 # --- lists ----------------------------------------------------------------------------------------
@@ -31,6 +29,9 @@ def describe_names(names: Iterable[str]) -> str:
     texts = list(names)
     if len(texts) <= MOST:
         return listed(texts)
+    # Readings of devices and the command line need messages, and no torch.
+    import torch.distributed as dist
+
     if dist.is_available() and dist.distributed_c10d.get_debug_level().name == "DETAIL":
         return ", ".join(texts)
     return f"{listed(texts)} (TORCH_DISTRIBUTED_DEBUG=DETAIL names all)"

@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 #: between the same two signs.
 ORDER = (
     "tools > extras > monitor > parallel, comm_hooks > reducer > optim, collectives >"
-    " replicas, batch > graph > threads > comm > kernels > devices, errors > torch_internals"
+    " replicas, batch > graph > threads > comm > readings, kernels > devices, errors >"
+    " torch_internals"
 )
 #: The rooms beside them: each imports downwards, and of the rooms only the tools import it.
 BESIDE = {"distributed_autograd": "parallel", "virtual": "comm"}
@@ -109,7 +110,12 @@ def imported(tree: ast.Module, typed: bool = True) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """Return the folder or the file at the root of the package in which a module is."""
+    """Return the folder or the file at the root of the package in which a module is.
+
+    Readings are a room of their own, since whoever reads devices needs no wrapper and no torch.
+    """
+    if module.startswith("dataparallel.monitor.readings"):
+        return "readings"
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -165,9 +171,8 @@ def test_the_core_imports_torch_and_the_standard_library() -> None:
     foreign = [
         f"{module} imports {name}"
         for module, tree in sources().items()
-        if room(module) not in ("tools", "kernels", "extras")
-        # Imported when readings are asked for, with the extra that brings psutil.
-        and not module.startswith("dataparallel.monitor.readings.")
+        # Readings are imported when somebody asks for them, with the extra that brings psutil.
+        if room(module) not in ("tools", "kernels", "extras", "readings")
         for name in imported(tree)
         if name.split(".")[0] not in allowed
     ]
@@ -223,6 +228,21 @@ def test_the_core_trains_where_nothing_else_is_installed_and_loads_few_modules()
     assert [len(shown[0]) <= 1, len(shown[1]) <= 9, len(shown[2]) <= MOST_MODULES] == [True] * 3
     assert gradient == [4.0, 4.0]
     assert "'psutil'" in missing[0] and 'pip install "dataparallel[monitor]"' in missing[0]
+
+
+def test_reading_a_device_loads_neither_torch_nor_a_wrapper() -> None:
+    code = (
+        "import sys, dataparallel.monitor.readings.nvml, dataparallel.monitor.readings.host;"
+        "print({name.split('.')[0] for name in sys.modules} & {'torch', 'numpy'});"
+        "print(sorted(name for name in sys.modules if name.startswith('dataparallel')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    foreign, loaded = map(ast.literal_eval, done.stdout.replace("set()", "[]").splitlines())
+    assert not foreign
+    assert {room(name) for name in loaded} == {"__init__", "errors", "monitor", "readings"}
 
 
 # --- state -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dataparallel import torch_internals
 from dataparallel.monitor.module_spans import parameters_of
-from dataparallel.monitor.readings.cgroup import quota
+from dataparallel.monitor.readings.cgroup import usable_cpus
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
@@ -226,16 +226,12 @@ def _names(target: nn.Module | Optimizer) -> tuple[str, str]:
 
 def _num_cpus(local_world_size: int) -> float:
     """Count the processors that the processes on this machine may use, also in a container."""
-    ask = getattr(os, "sched_getaffinity", None)
-    if ask is None:
-        count = float(os.cpu_count() or 1)
-    else:
+    count = usable_cpus()
+    if local_world_size > 1:
         # Each of several may be bound to its own; what has started them is not.
-        count = float(len(ask(0)))
         with contextlib.suppress(OSError):
-            count = max(count, float(len(ask(os.getppid() if local_world_size > 1 else 0))))
-    limit = quota()
-    return count if limit is None else min(count, limit.cpus)
+            count = max(count, usable_cpus(os.getppid()))
+    return count
 
 
 def rank_of_process() -> int:

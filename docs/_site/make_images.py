@@ -31,7 +31,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
-from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.sample import Sample
 from dataparallel.tools.monitor import plot
 from dataparallel.tools.monitor.palette import DARK, LIGHT
 from dataparallel.tools.monitor.recording import read_recording

@@ -12,7 +12,7 @@ from torch import nn
 
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.readings.nvml import NvmlSource
-from dataparallel.monitor.readings.nvml_processes import sees_host_processes
+from dataparallel.monitor.readings.nvml_devices import sees_host_processes
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunInfo, device_uuid

@@ -15,15 +15,11 @@ from typing import Any, Literal
 import pytest
 
 from dataparallel.monitor import attach
-from dataparallel.monitor.readings.reading import (
-    DeviceReading,
-    HostReading,
-    ProcessReading,
-    Sample,
-)
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.sampler import Sampler
 from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor import command, opening
 from dataparallel.tools.monitor.history import History

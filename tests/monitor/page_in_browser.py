@@ -12,7 +12,8 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
+from dataparallel.monitor.sample import Sample
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor.sample_store import SampleStore
 from tests.monitor.cases import PID, make_device, make_run, make_sample

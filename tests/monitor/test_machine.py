@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dataparallel import monitor
-from dataparallel.monitor.readings import machine, sampler
+from dataparallel.monitor import machine, sampler
 from tests.monitor.cases import PID, opened, samples, write_recording
 from tests.monitor.cases import run_folder as run_folder
 from tests.monitor.nvml_stub import EVERYTHING, Device, Stub

@@ -23,8 +23,8 @@ import torch
 
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.nvml import NvmlSource
-from dataparallel.monitor.readings.nvml_errors import MEANINGS, explain
-from dataparallel.monitor.readings.nvml_processes import NO_NAMES, sees_host_processes
+from dataparallel.monitor.readings.nvml_devices import NO_NAMES, sees_host_processes
+from dataparallel.monitor.readings.nvml_query import MEANINGS, explain
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.readings.visible_devices import Identity, visible_devices

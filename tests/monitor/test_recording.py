@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from dataparallel.monitor.readings.reading import Sample
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import record_command
 from dataparallel.tools.monitor.recorder import Recorder

@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.sample import Sample
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
 from dataparallel.tools.monitor.palette import DARK

@@ -27,10 +27,11 @@ from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.processors import BusyShare, processor_times, usable_processors
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
 from dataparallel.tools.monitor.sizes import duration, size

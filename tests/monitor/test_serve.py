@@ -26,7 +26,8 @@ import pytest
 from prometheus_client import generate_latest, parser
 
 from dataparallel.monitor.readings.metrics import METRICS
-from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
+from dataparallel.monitor.sample import Sample
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import command, opening, serve_command
 from dataparallel.tools.monitor.prometheus import registry_of

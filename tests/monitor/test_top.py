@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.sample import Sample
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.alerts import find_alerts

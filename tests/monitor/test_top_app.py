@@ -23,10 +23,11 @@ import psutil
 import pytest
 from textual.pilot import Pilot
 
-from dataparallel.monitor.readings.process_control import end_process, environment
-from dataparallel.monitor.readings.reading import HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.reading import HostReading, ProcessReading
+from dataparallel.monitor.sample import Sample
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
+from dataparallel.tools.monitor.process_control import end_process, environment
 from dataparallel.tools.monitor.process_rows import NAMES, Row, arranged, as_tree
 from dataparallel.tools.monitor.top_app import TopApp
 from dataparallel.tools.monitor.top_widgets import Table

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from dataparallel.monitor.readings.nvml_errors import (
+from dataparallel.monitor.readings.nvml_query import (
     LIBRARY_NOT_FOUND,
     MEANINGS,
     package_problem,

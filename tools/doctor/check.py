@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
 
+from dataparallel.monitor.readings.cgroup import usable_cpus
+
 Status = Literal["ok", "missing", "problem"]
 
 
@@ -69,9 +71,8 @@ def _python_header() -> str | None:
 
 
 def usable_cores() -> int:
-    """Number of processors on which this process may run."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    """Count the whole processors that this process may use, also in a container; at least 1."""
+    return max(1, int(usable_cpus()))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataparallel.monitor.findings import Finding
-from dataparallel.monitor.readings.nvml_errors import XIDS
+from dataparallel.monitor.readings.nvml_query import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units

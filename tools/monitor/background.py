@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from dataparallel.monitor.readings.reading import Sample
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.sampler import Sampler
 
 
 class BackgroundSampler:

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from dataparallel.monitor.findings import Finding, ReplicaScore
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.visible_devices import bare
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.monitor.ranks import find_in_job
 from dataparallel.tools.monitor.run_period import RunPeriod, continues, summarize_periods

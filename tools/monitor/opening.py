@@ -12,9 +12,9 @@ from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.processors import BusyShare
-from dataparallel.monitor.readings.sampler import Sampler
-from dataparallel.monitor.readings.selection import Selection
 from dataparallel.monitor.readings.source import Source
+from dataparallel.monitor.sampler import Sampler
+from dataparallel.monitor.selection import Selection
 from dataparallel.tools.monitor.replay import Replay
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
 from dataparallel.tools.monitor.virtual_source import VirtualSource

@@ -20,9 +20,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dataparallel.monitor.findings import RunTotals, add_up
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.sample import Sample
 from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES

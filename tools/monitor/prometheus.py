@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from dataparallel.errors import needs_extra
 from dataparallel.monitor.readings.metrics import METRICS
-from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.run import RunState
+from dataparallel.monitor.sample import Sample
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.ranks import model_name, process_name
 from dataparallel.tools.monitor.sample_store import RunReading, SampleStore

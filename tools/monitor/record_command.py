@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.recorder import Recorder
 from dataparallel.tools.monitor.signals import handled

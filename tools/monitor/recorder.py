@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dataparallel.errors import needs_extra
-from dataparallel.monitor.readings.reading import Sample, json_text
+from dataparallel.monitor.sample import Sample, json_text
 from dataparallel.tools.monitor.recording import FORMAT, VERSION, older_parts, read_header
 from dataparallel.tools.monitor.units import seconds_text
 

@@ -24,7 +24,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dataparallel.monitor.readings.reading import Sample
+from dataparallel.monitor.sample import Sample
 
 FORMAT = "dataparallel monitor recording"
 VERSION = 2

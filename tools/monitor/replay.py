@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from os import PathLike
 
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools.monitor.recording import RecordingReader
 
 

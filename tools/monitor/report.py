@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dataparallel.monitor.findings import Finding
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.monitor.history import reading_of, replicas_on
 from dataparallel.tools.monitor.ranks import find_in_job, run_name, speed_of_ranks

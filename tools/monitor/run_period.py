@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataparallel.monitor.findings import Part, ReplicaTotals
-from dataparallel.monitor.readings.reading import Sample
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
+from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary, summarize
 
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from dataparallel.monitor.findings import ReplicaScore
-from dataparallel.monitor.readings.reading import Sample, json_text
 from dataparallel.monitor.run import RunState
+from dataparallel.monitor.sample import Sample, json_text
 from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.history import History, RunHistory, users_of
 from dataparallel.tools.monitor.ranks import run_name, speed_of_ranks

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dataparallel.monitor.readings.metrics import BY_NAME, METRICS
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.run import RunState
+from dataparallel.monitor.sample import Sample
 from dataparallel.threads.timeline import PHASES, Phase
 from dataparallel.tools.monitor.history import reading_of
 from dataparallel.tools.monitor.recording import RecordingReader

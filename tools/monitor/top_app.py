@@ -12,10 +12,10 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Footer, Input
 
-from dataparallel.monitor.readings import process_control
 from dataparallel.monitor.readings.host_processes import HostProcesses
-from dataparallel.monitor.readings.reading import ProcessReading, Sample
-from dataparallel.tools.monitor import units
+from dataparallel.monitor.readings.reading import ProcessReading
+from dataparallel.monitor.sample import Sample
+from dataparallel.tools.monitor import process_control, units
 from dataparallel.tools.monitor.bars import clean
 from dataparallel.tools.monitor.process_rows import COLUMNS, NAMES, Row, arranged, as_tree, table
 from dataparallel.tools.monitor.top_widgets import Lines, Panel, Table

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from rich.console import Console
 
 from dataparallel.errors import needs_extra
-from dataparallel.monitor.readings.reading import Sample, json_text
-from dataparallel.monitor.readings.sampler import Sampler
+from dataparallel.monitor.sample import Sample, json_text
+from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.signals import handled

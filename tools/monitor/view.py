@@ -10,7 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from dataparallel.monitor.findings import Finding
-from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading
+from dataparallel.monitor.sample import Sample
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
 from dataparallel.tools.monitor.bars import (

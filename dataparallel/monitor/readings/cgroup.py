@@ -6,6 +6,7 @@ Limits are those of control groups of version 2; hosts with version 1 alone are 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,14 @@ def swap(root: Path = Path("/")) -> Memory:
         if most is not None and used is not None and most < found.total:
             found = Memory(used, most)
     return found
+
+
+def usable_cpus(pid: int = 0) -> float:
+    """Count the processors that a process, by default this one, may use, also in a container."""
+    ask = getattr(os, "sched_getaffinity", None)
+    count = float(os.cpu_count() or 1) if ask is None else float(len(ask(pid)))
+    limit = quota()
+    return count if limit is None else min(count, limit.cpus)
 
 
 class Quota(NamedTuple):

@@ -12,7 +12,7 @@ import psutil
 from dataparallel.monitor.readings.cgroup import Memory, memory, swap
 from dataparallel.monitor.readings.processors import BusyShare, usable_processors
 from dataparallel.monitor.readings.reading import HostReading
-from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
+from dataparallel.monitor.readings.source import SHORTEST_SPAN
 
 
 class HostReader:

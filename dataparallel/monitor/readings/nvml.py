@@ -17,38 +17,36 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from dataparallel.monitor.readings.host_processes import HostProcesses
-from dataparallel.monitor.readings.nvml_devices import Slot, list_devices
-from dataparallel.monitor.readings.nvml_errors import (
+from dataparallel.monitor.readings.nvml_devices import (
+    LISTS,
+    MEMORY,
+    NO_NAMES,
+    Processes,
+    Slot,
+    XidEvents,
+    list_devices,
+    sees_host_processes,
+)
+from dataparallel.monitor.readings.nvml_query import (
     NO_PERMISSION,
     NOT_SUPPORTED,
     UNKNOWN,
     DeviceLost,
     NvmlUnavailable,
+    Query,
     explain,
 )
-from dataparallel.monitor.readings.nvml_events import XidEvents
-from dataparallel.monitor.readings.nvml_processes import (
-    LISTS,
-    NO_NAMES,
-    Processes,
-    sees_host_processes,
-)
-from dataparallel.monitor.readings.nvml_query import Query
-from dataparallel.monitor.readings.nvml_values import MEMORY
 from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.readings.visible_devices import (
+    HasDevices,
     Names,
     bare,
     named_by_run,
     visible_devices,
 )
-
-if TYPE_CHECKING:
-    from dataparallel.monitor.run import RunInfo
 
 #: Seconds after which NVML is opened anew while something is wrong.
 _REOPEN = 30.0
@@ -87,7 +85,7 @@ class NvmlSource:
         self._opened_at: float | None = None
         self._failure: NvmlUnavailable | None = None
 
-    def attach(self, infos: Sequence[RunInfo]) -> None:
+    def attach(self, infos: Sequence[HasDevices]) -> None:
         """Name the devices as runs do, if no two of them call different devices the same."""
         named: dict[str, str] = {}
         for info in infos:

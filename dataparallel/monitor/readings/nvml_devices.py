@@ -1,25 +1,409 @@
-"""The devices that NVML lists: each keeps its place, also while it is lost."""
+"""The devices that NVML lists: their values, and a place for each, also while it is lost."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from dataparallel.monitor.readings.nvml_errors import (
+from dataparallel.monitor.readings.nvml_query import (
+    LOST,
+    TIMEOUT,
     UNKNOWN,
     DeviceLost,
     NvmlUnavailable,
+    Query,
+    address,
     explain,
-)
-from dataparallel.monitor.readings.nvml_processes import Processes
-from dataparallel.monitor.readings.nvml_query import Query, address
-from dataparallel.monitor.readings.nvml_values import (
-    Gpm,
-    NumberedFields,
-    read_memory,
-    read_numbers,
-    read_throttle,
+    number,
 )
 from dataparallel.monitor.readings.visible_devices import Identity
+
+_CLOCK_SM, _CLOCK_MEMORY = 1, 2
+_CORRECTED, _UNCORRECTED, _SINCE_LOADED = 0, 1, 0
+_CHIP = 0
+_MEMORY_V2 = 0x02000028
+_MHZ, _MIB = 1_000_000, 2**20
+
+#: The function that tells the memory.
+MEMORY = "nvmlDeviceGetMemoryInfo"
+
+#: Metric, function and what it is given, and what its number is multiplied with and divided by to
+#: be in base units. For one metric, the functions in the order in which they are tried.
+_NUMBERS: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = (
+    ("power", "nvmlDeviceGetPowerUsage", (), 1, 1000),
+    ("power_limit", "nvmlDeviceGetEnforcedPowerLimit", (), 1, 1000),
+    ("energy", "nvmlDeviceGetTotalEnergyConsumption", (), 1, 1000),
+    ("temperature", "nvmlDeviceGetTemperature", (_CHIP,), 1, 1),
+    # CUDA 14 takes the older one away.
+    ("temperature", "nvmlDeviceGetTemperatureV", (_CHIP,), 1, 1),
+    ("sm_clock", "nvmlDeviceGetClockInfo", (_CLOCK_SM,), _MHZ, 1),
+    ("sm_clock_max", "nvmlDeviceGetMaxClockInfo", (_CLOCK_SM,), _MHZ, 1),
+    ("memory_clock", "nvmlDeviceGetClockInfo", (_CLOCK_MEMORY,), _MHZ, 1),
+    ("ecc_corrected_errors", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _SINCE_LOADED), 1, 1),
+    ("ecc_uncorrected_errors", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _SINCE_LOADED), 1, 1),
+    ("fan", "nvmlDeviceGetFanSpeed", (), 1, 100),
+)
+
+
+def read_numbers(query: Query, handle: Any) -> dict[str, float]:
+    """Read the metrics of a device that are one number each; leave out those not available."""
+    values: dict[str, float] = {}
+    for metric, function, args, times, per in _NUMBERS:
+        value = None if metric in values else query(function, handle, *args)
+        if value is not None:
+            values[metric] = value * times / per
+    rates = query("nvmlDeviceGetUtilizationRates", handle)
+    if rates is not None:
+        both = (("utilization", rates.gpu), ("memory_utilization", rates.memory))
+        values |= {name: value / 100 for name, value in both if number(value) is not None}
+    return values
+
+
+def read_memory(query: Query, handle: Any) -> dict[str, float]:
+    """Return the memory of a device; as ``nvidia-smi``, without the driver's own."""
+    memory = query(MEMORY, handle, version=_MEMORY_V2)
+    if memory is None:
+        return {}
+    found = {name: number(getattr(memory, name)) for name in ("used", "free", "total")}
+    return {f"memory_{name}": float(value) for name, value in found.items() if value is not None}
+
+
+# --- why a device is slowed down -------------------------------------------------------------
+
+_HARDWARE = 0x8
+#: An idle device (0x1) or one with clocks set by a user (0x2) is not slowed down.
+_NO_SLOWDOWN = 0x3
+
+#: Bit: why. The hardware's generic reason counts only without a special one.
+_REASONS: dict[int, str] = {
+    0x4: "power limit",
+    _HARDWARE: "hardware slow-down by heat or power supply",
+    0x10: "sync boost with other devices",
+    0x20: "too hot for the driver",
+    0x40: "too hot for the hardware",
+    0x80: "power supply too weak",
+    0x100: "clocks of the display",
+    0x200: "limit of the board",
+    0x400: "limit of reliability",
+}
+
+
+def read_throttle(query: Query, handle: Any) -> tuple[str, ...]:
+    """Return, in words, why a device is slowed down; empty if it is not, or nobody knows."""
+    bits = query("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if bits is None:
+        bits = query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    if bits & (0x40 | 0x80):
+        bits &= ~_HARDWARE
+    words = [word for bit, word in _REASONS.items() if bits & bit]
+    unknown = bits & ~_NO_SLOWDOWN & ~sum(_REASONS)
+    return (*words, *([f"unknown reason {unknown:#x}"] if unknown else []))
+
+
+# --- numbered fields: traffic, the memory's heat, and what went wrong ---------------------------
+
+#: The scope that asks for the sum over all links.
+_ALL_LINKS = 0xFFFFFFFF
+#: The member for each type of a value, in the union that holds it.
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+_UNSIGNED_INT = 1
+
+
+@dataclass(frozen=True)
+class _Entry:
+    metric: str
+    number: int
+    scope: int = 0
+    scale: float = 1.0
+    #: True if the metric is the growth of the field per second.
+    is_rate: bool = False
+
+
+_ENTRIES = (
+    _Entry("memory_temperature", 82),
+    _Entry("pcie_sent", 197, is_rate=True),
+    _Entry("pcie_received", 198, is_rate=True),
+    # In KiB.
+    _Entry("nvlink_sent", 138, _ALL_LINKS, 1024, is_rate=True),
+    _Entry("nvlink_received", 139, _ALL_LINKS, 1024, is_rate=True),
+    # In nanoseconds. Slow-downs by the hardware alone have other numbers in each driver's version.
+    _Entry("throttled_by_power", 74, scale=1e-9),
+    _Entry("throttled_by_heat", 75, scale=1e-9),
+    _Entry("throttled_by_sync_boost", 76, scale=1e-9),
+    _Entry("throttled_by_board_limit", 77, scale=1e-9),
+    _Entry("throttled_by_reliability", 79, scale=1e-9),
+    _Entry("pcie_replays", 94),
+    _Entry("remapped_rows_correctable", 142),
+    _Entry("remapped_rows_uncorrectable", 143),
+    _Entry("row_remapping_pending", 144),
+    _Entry("row_remapping_failed", 145),
+)
+
+
+class NumberedFields:
+    """A reader of the numbered fields of a device, in one call.
+
+    Traffic is told by counters that only grow; it is how much they have grown since they were read
+    before. The function that tells it directly measures for 20 ms while the caller waits, twice
+    per device.
+    """
+
+    def __init__(self, query: Query, handle: Any) -> None:
+        self._query = query
+        self._handle = handle
+        self._before: dict[_Entry, float] = {}
+        self._time = 0.0
+
+    def read(self, now: float) -> dict[str, float]:
+        """Return the values that are available."""
+        wanted = [(entry.number, entry.scope) for entry in _ENTRIES]
+        found = self._query("nvmlDeviceGetFieldValues", self._handle, wanted)
+        before, self._before = self._before, {}
+        values: dict[str, float] = {}
+        for entry, one in zip(_ENTRIES, found or (), strict=False):
+            if one.nvmlReturn in LOST:
+                raise DeviceLost(one.nvmlReturn)
+            value = None if one.nvmlReturn else _value(entry, one)
+            if value is None:
+                continue
+            told: float | None = value * entry.scale
+            if entry.is_rate:
+                self._before[entry] = value
+                told = self._growth(entry, value, before.get(entry), now)
+            if told is not None:
+                values[entry.metric] = told
+        self._time = now
+        return values
+
+    def _growth(
+        self, entry: _Entry, value: float, before: float | None, now: float
+    ) -> float | None:
+        """Per second; None the first time, and if the counter or the time has gone back."""
+        if before is None or value < before or now <= self._time:
+            return None
+        return (value - before) * entry.scale / (now - self._time)
+
+
+def _value(entry: _Entry, one: Any) -> float | None:
+    if not 0 <= one.valueType < len(_MEMBERS):
+        return None
+    if entry.is_rate and entry.scale == 1 and one.valueType == _UNSIGNED_INT:
+        # A counter of bytes with 32 bits overflows several times a second.
+        return None
+    return number(getattr(one.value, _MEMBERS[one.valueType]))
+
+
+# --- performance metrics (GPM): what the processors really do --------------------------------
+
+#: Number of the metric: its name here, and what its value is multiplied with and divided by.
+_METRICS: dict[int, tuple[str, int, int]] = {
+    2: ("sm_active", 1, 100),
+    3: ("sm_occupancy", 1, 100),
+    5: ("tensor_active", 1, 100),
+    10: ("dram_active", 1, 100),
+    20: ("pcie_sent", _MIB, 1),
+    21: ("pcie_received", _MIB, 1),
+    60: ("nvlink_received", _MIB, 1),
+    61: ("nvlink_sent", _MIB, 1),
+}
+
+
+class Gpm:
+    """A reader of the performance metrics of a device or MIG instance; Hopper and newer have them.
+
+    They come from two samples, between which the driver counts. Unlike the counters of profilers
+    they can be read by several programs at once. The handle is that of the whole device, also where
+    an instance is read.
+    """
+
+    def __init__(self, query: Query, handle: Any, instance: int | None = None) -> None:
+        self._query = query
+        self._handle = handle
+        self._instance = instance
+        self._samples: list[Any] = []
+        self._has_before = False
+        support = query("nvmlGpmQueryDeviceSupport", handle)
+        if support is not None and support.isSupportedDevice:
+            samples = [query("nvmlGpmSampleAlloc") for _ in range(2)]
+            self._samples = [sample for sample in samples if sample is not None]
+
+    def read(self) -> dict[str, float]:
+        """Return the values since the last call; none at the first one, or if there are none."""
+        if len(self._samples) < 2:
+            return {}
+        self._samples.reverse()
+        has_before = self._has_before
+        if self._instance is None:
+            took = self._query("nvmlGpmSampleGet", self._handle, self._samples[1])
+        else:
+            whole, sample = self._handle, self._samples[1]
+            took = self._query("nvmlGpmMigSampleGet", whole, self._instance, sample)
+        self._has_before = took is not None
+        return self._values() if has_before and took is not None else {}
+
+    def _values(self) -> dict[str, float]:
+        module = self._query.module
+        first, second = self._samples
+        request = module.c_nvmlGpmMetricsGet_t(
+            version=module.NVML_GPM_METRICS_GET_VERSION,
+            numMetrics=len(_METRICS),
+            sample1=first,
+            sample2=second,
+        )
+        for metric, one in zip(_METRICS, request.metrics, strict=False):
+            # An instance of the struct that NVML fills: its field is what says which metric it is.
+            one.metricId = metric
+        if self._query("nvmlGpmMetricsGet", request) is None:
+            return {}
+        values = {}
+        for place, (name, times, per) in enumerate(_METRICS.values()):
+            one = request.metrics[place]
+            value = None if one.nvmlReturn else number(one.value)
+            if value is not None:
+                values[name] = value * times / per
+        return values
+
+    def close(self) -> None:
+        """Give the samples back. A second call does nothing."""
+        samples, self._samples = self._samples, []
+        for sample in samples:
+            self._query("nvmlGpmSampleFree", sample)
+
+
+# --- processes ---------------------------------------------------------------------------------
+
+#: The functions that list them.
+LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+
+#: The namespace of the processes of the host itself, a constant of the Linux kernel.
+_OF_THE_HOST = "pid:[4026531836]"
+
+NO_NAMES = (
+    "the driver tells processes by their numbers on the host, which mean other processes in this "
+    "container, so their names are not shown; start the container with --pid=host to see them"
+)
+
+
+def sees_host_processes(read_link: Callable[[str], str] = os.readlink) -> bool:
+    """True if a process has the same number here as on the host, where the driver counts.
+
+    In a container it has another one, and another process can have its number.
+    """
+    try:
+        return read_link("/proc/self/ns/pid") == _OF_THE_HOST
+    except OSError:
+        # Systems without /proc know no such namespaces.
+        return not os.path.isdir("/proc")
+
+
+class Processes:
+    """A reader of the processes on one device or MIG instance."""
+
+    def __init__(self, query: Query, handle: Any) -> None:
+        self._query = query
+        self._handle = handle
+        self._seen = 0
+
+    def read(self, memory_total: float | None) -> dict[int, tuple[float | None, float | None]]:
+        """Per process its memory and its share of the device's time, the largest memory first.
+
+        More memory than the device has, ``memory_total``, cannot be held.
+        """
+        memory: dict[int, float | None] = {}
+        for function in LISTS:
+            for one in self._query(function, self._handle) or ():
+                held = None if one.usedGpuMemory is None else number(one.usedGpuMemory)
+                if held is not None and memory_total is not None and held > memory_total:
+                    # Structures of another driver's version are read as nonsense.
+                    held = None
+                if one.pid:
+                    known = [value for value in (memory.get(one.pid), held) if value is not None]
+                    memory[one.pid] = max(known, default=None)
+        shares = self._shares() if memory else {}
+        order = sorted(memory, key=lambda pid: -(memory[pid] or 0))
+        return {pid: (memory[pid], shares.get(pid)) for pid in order}
+
+    def _shares(self) -> dict[int, float]:
+        """Per process its share of the device's time, as it was sampled last."""
+        samples = self._query("nvmlDeviceGetProcessUtilization", self._handle, self._seen)
+        shares: dict[int, float] = {}
+        for one in sorted(samples or (), key=lambda one: one.timeStamp):
+            share = number(one.smUtil)
+            if one.pid and share is not None and share <= 100:
+                shares[one.pid] = share / 100
+                self._seen = max(self._seen, one.timeStamp)
+        return shares
+
+
+# --- errors that devices report by themselves (XID) --------------------------------------------
+
+_WAIT, _XID = "nvmlEventSetWait", 0x8
+#: The most events to take at once; the rest comes the next time.
+_MOST = 256
+
+
+class XidEvents:
+    """A count, from its beginning on, of the errors that devices report by themselves.
+
+    They are kept over :meth:`close`, since a device that reports one is often lost afterwards.
+    """
+
+    def __init__(self, query: Query) -> None:
+        self._query = query
+        self._set: Any = None
+        self._keys: dict[int | None, str] = {}
+        #: The number of errors, and the last one.
+        self._found: dict[str, tuple[int, int]] = {}
+
+    def watch(self, key: str, handle: Any) -> None:
+        """Count those of this device too; the key is its identity."""
+        if self._set is None:
+            self._set = self._query("nvmlEventSetCreate")
+        if self._set is None:
+            return
+        self._query("nvmlDeviceRegisterEvents", handle, _XID, self._set)
+        # It returns nothing, as what is not available does.
+        if "nvmlDeviceRegisterEvents" not in self._query.errors:
+            self._keys[address(handle)] = key
+            self._found.setdefault(key, (0, 0))
+        self._query.forget()
+
+    def read(self) -> None:
+        """Take in what has happened since the last time, without waiting."""
+        for _ in range(_MOST if self._keys else 0):
+            try:
+                event = self._query(_WAIT, self._set, 0)
+            except DeviceLost:
+                # Whoever reads the device finds out.
+                return
+            if event is None:
+                if self._query.errors[_WAIT] != TIMEOUT:
+                    # There may be errors that nobody can see.
+                    self._keys, self._found = {}, {}
+                return
+            key = self._keys.get(address(event.device))
+            if key is not None and event.eventType == _XID:
+                self._found[key] = (self._found[key][0] + 1, int(event.eventData))
+
+    def values(self, key: str) -> dict[str, float]:
+        """Return the number of a device's errors and the last one, if they are known."""
+        found = self._found.get(key)
+        if found is None:
+            return {}
+        count, last = found
+        return {"xid_errors": float(count), **({"last_xid": float(last)} if count else {})}
+
+    def close(self) -> None:
+        """Give back what is held, before NVML is closed. A second call does nothing."""
+        one, self._set = self._set, None
+        self._keys = {}
+        if one is not None:
+            self._query("nvmlEventSetFree", one)
+
+
+# --- devices -----------------------------------------------------------------------------------
 
 
 class WholeDevice:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from dataparallel.monitor.readings.cgroup import quota
-from dataparallel.monitor.readings.sampler import SHORTEST_SPAN
+from dataparallel.monitor.readings.source import SHORTEST_SPAN
 
 
 class BusyShare:

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 
+#: Over less time than this, in seconds, the system's counters are too coarse to say anything.
+SHORTEST_SPAN = 0.1
+
 
 @dataclass(frozen=True)
 class SourceReading:

@@ -13,6 +13,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
@@ -27,6 +28,15 @@ class Identity:
     name: str
     #: The UUIDs of its MIG instances.
     instances: tuple[str, ...] = ()
+
+
+class HasDevices(Protocol):
+    """A run that tells its devices, and the identity of each."""
+
+    @property
+    def devices(self) -> Sequence[str]: ...
+    @property
+    def uuids(self) -> Sequence[str | None]: ...
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ import torch
 from dataparallel.devices import accelerators
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.nvml import NvmlSource
-from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading, Sample
-from dataparallel.monitor.readings.sampler import SHORTEST_SPAN, Sampler
+from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.source import SHORTEST_SPAN
 from dataparallel.monitor.readings.visible_devices import named_by_run
 from dataparallel.monitor.run import device_uuid
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.sampler import Sampler
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from dataparallel.monitor.readings.machine import devices
+from dataparallel.monitor.machine import devices
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.reading import DeviceReading
-from dataparallel.monitor.readings.selection import Selection
+from dataparallel.monitor.selection import Selection
 
 
 class Collector:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from dataparallel.errors import listed
-from dataparallel.monitor.readings.reading import DeviceReading, Sample
+from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.sample import Sample
 
 #: The shortest prefix of an identity that a user may give; a shorter one would fit all devices.
 _SHORTEST_IDENTITY = 5

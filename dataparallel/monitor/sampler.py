@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from dataparallel.monitor.readings.reading import DeviceReading, HostReading, Sample
-from dataparallel.monitor.readings.selection import Selection
-from dataparallel.monitor.readings.source import Source, SourceReading
+from dataparallel.monitor.readings.reading import DeviceReading, HostReading
+from dataparallel.monitor.readings.source import SHORTEST_SPAN, Source, SourceReading
 from dataparallel.monitor.run import RunState
+from dataparallel.monitor.sample import Sample
+from dataparallel.monitor.selection import Selection
 
 T = TypeVar("T")
 
-#: Over less time than this, in seconds, the system's counters are too coarse to say anything.
-SHORTEST_SPAN = 0.1
 #: More seconds than anybody means; a thread can wait that long everywhere.
 _LONGEST_INTERVAL = 86400.0
 
