@@ -346,7 +346,6 @@ foreach_add: Any = _private("torch._foreach_add")
 foreach_add_: Any = _private("torch._foreach_add_")
 foreach_copy_: Any = _private("torch._foreach_copy_")
 foreach_mul: Any = _private("torch._foreach_mul")
-foreach_mul_: Any = _private("torch._foreach_mul_")
 foreach_norm: Any = _private("torch._foreach_norm")
 
 #: The openers of containers that were registered with ``torch.utils._pytree``, by their class.
@@ -355,13 +354,6 @@ registered_containers: dict[type, Any] = _private("torch.utils._pytree.SUPPORTED
 tree_leaves: Callable[[Any], list[Any]] = _private("torch.utils._pytree.tree_leaves")
 
 # --- optimizers ------------------------------------------------------------------------------
-
-
-def own_state_numbers(optimizer: Any) -> Mapping[torch.Tensor, int]:
-    """Return the numbers of a ``ZeroRedundancyOptimizer``'s parameters, with current groups."""
-    optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
-    numbers: Mapping[torch.Tensor, int] = optimizer._param_to_index
-    return numbers
 
 
 def take_optimizers_in_backward(parameter: torch.Tensor) -> Sequence[Any]:
