@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,8 @@ from dataparallel import torch_internals
 
 DeviceLike: TypeAlias = int | str | torch.device
 
+_log = logging.getLogger("dataparallel")
+
 _CPU = torch.device("cpu")
 
 
@@ -31,7 +34,8 @@ def accelerators() -> tuple[torch.device, ...]:
     """Return the accelerators that this process can use.
 
     A build of torch for CUDA names ``cuda`` as its accelerator on every machine; where it counts no
-    device there is none. A process that is forked afterwards can still use CUDA.
+    device there is none. Apple's MPS is left out: torch has no streams for it. A process that is
+    forked afterwards can still use CUDA.
 
     Example::
 
@@ -41,12 +45,59 @@ def accelerators() -> tuple[torch.device, ...]:
         One device with its index per accelerator, in index order; empty when there are none.
     """
     kind = torch.accelerator.current_accelerator()
-    if kind is None:
+    if kind is None or not _has_streams(torch.get_device_module(kind)):
         return ()
     # CUDA itself cannot say after a fork if the accelerator is available; the driver can say the
     # number.
     count = torch.accelerator.device_count()
     return tuple(torch.device(kind.type, index) for index in range(count))
+
+
+def _has_streams(module: Any) -> bool:
+    return hasattr(module, "current_stream")
+
+
+@functools.lru_cache(maxsize=64)
+def lacks_kernels(device: torch.device) -> bool:
+    """True if this build of torch has no kernels for an architecture such as this CUDA device's.
+
+    Kernels run on devices of the same major version and no lower minor one, PTX on all later ones.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    built = [arch.split("_") for arch in torch.cuda.get_arch_list() if "_" in arch]
+    for kind, version in built:
+        digits = int("".join(filter(str.isdigit, version)))
+        its = divmod(digits, 10)
+        is_exact = version.endswith("a")
+        if its == (major, minor) or (kind == "compute" and not is_exact and its < (major, minor)):
+            return False
+        if kind == "sm" and not is_exact and its[0] == major and its[1] < minor:
+            return False
+    return bool(built)
+
+
+def _usable() -> tuple[torch.device, ...]:
+    """Return the accelerators for which torch has kernels; all if it has them for none."""
+    there = accelerators()
+    if len(there) < 2:
+        return there
+    lacking = tuple(filter(lacks_kernels, there))
+    if not lacking or lacking == there:
+        return there
+    _tell_of_lacking(lacking)
+    return tuple(device for device in there if device not in lacking)
+
+
+@functools.lru_cache(maxsize=1)
+def _tell_of_lacking(lacking: tuple[torch.device, ...]) -> None:
+    _log.warning(
+        "left out, since this build of torch has no kernels for them: %s. It was built for %s; "
+        "device_ids= names devices explicitly",
+        ", ".join(f"{one} ({_module(one).get_device_properties(one).name})" for one in lacking),
+        " ".join(torch.cuda.get_arch_list()),
+    )
 
 
 def parse_device(spec: DeviceLike) -> torch.device:
@@ -78,6 +129,12 @@ def parse_device(spec: DeviceLike) -> torch.device:
                 "DATAPARALLEL_VIRTUAL_DEVICES"
             )
         raise ValueError(f"{spec!r} is not a device: {fault}; {_devices_that_exist()}") from error
+    if count and not _has_streams(module):
+        raise ValueError(
+            f"replicas cannot be on {spec!r}: {module.__name__} has no streams, by which work of "
+            "several replicas is ordered. Use the bare module there, or CPU replicas: "
+            'device_ids=["cpu", "cpu"]'
+        )
     index = device.index
     if index is None:
         index = int(module.current_device()) if count else 0
@@ -89,10 +146,10 @@ def parse_device(spec: DeviceLike) -> torch.device:
 def parse_devices(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     """Return the device slots of a list, one per replica; None means all accelerators, or one CPU.
 
-    A device may have several slots.
+    A device may have several slots. None leaves out those for which torch has no kernels.
     """
     if device_ids is None:
-        return accelerators() or (_CPU,)
+        return _usable() or (_CPU,)
     if isinstance(device_ids, str) or not isinstance(device_ids, Iterable):
         raise TypeError(
             f"device_ids is a list with one entry per replica, but got {device_ids!r}; write "
@@ -140,6 +197,38 @@ def is_accelerator(device: torch.device) -> bool:
     The autograd engine has a thread for it; on the CPU a backward runs in that of its caller.
     """
     return device.type != "cpu"
+
+
+def has_hardware_links(device: torch.device) -> bool:
+    """True if copies to other devices of this type go over hardware, not through host memory."""
+    return device.type not in ("cpu", "virtual")
+
+
+#: The share of the largest device that each should have; as in torch.nn.DataParallel.
+_ENOUGH = 0.75
+
+
+def describe_imbalance(devices: Iterable[torch.device]) -> str:
+    """Name an accelerator with much less memory or fewer processors than another one; "" if none.
+
+    The rule is that of ``torch.nn.DataParallel``: less than 75 %.
+    """
+    distinct = [device for device in dict.fromkeys(devices) if is_accelerator(device)]
+    if len(distinct) < 2:
+        return ""
+    for attribute, unit, scale in (
+        ("total_memory", "GiB of memory", 2**30),
+        ("multi_processor_count", "multiprocessors", 1),
+    ):
+        sizes = {}
+        for device in distinct:
+            ask = getattr(_module(device), "get_device_properties", None)
+            sizes[device] = getattr(ask(device), attribute, 0) if ask else 0
+        least, most = min(distinct, key=sizes.__getitem__), max(distinct, key=sizes.__getitem__)
+        if sizes[least] < _ENOUGH * sizes[most]:
+            few, many = sizes[least] / scale, sizes[most] / scale
+            return f"{least} has {few:,.4g} {unit}, {most} has {many:,.4g}"
+    return ""
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -44,9 +44,11 @@ from dataparallel.batch.scatter import (
     move,
     plan_scatter,
 )
+from dataparallel.comm.links import require_sound
 from dataparallel.devices import (
     DeviceLike,
     accelerators,
+    describe_imbalance,
     parse_device,
     parse_devices,
     parse_output_device,
@@ -166,7 +168,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 "no accelerator was found: one replica on the CPU; ask for more with "
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
+        require_sound(devices)
         _warn_of(module, type(self).__name__)
+        imbalance = describe_imbalance(devices)
+        if imbalance:
+            _log.warning(
+                "the slowest or smallest device sets the pace: %s. Leave it out of device_ids, or "
+                "let dataparallel.balance(model) give it fewer samples",
+                imbalance,
+            )
         hooks: Any = self
         hooks.register_state_dict_post_hook(DataParallel._finish_state)
         hooks.register_load_state_dict_post_hook(DataParallel._finish_load)

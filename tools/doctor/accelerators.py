@@ -13,6 +13,12 @@ from dataparallel.monitor.readings.nvml_query import (
 )
 from dataparallel.tools.doctor.check import Check, Probe
 
+#: The remedy for a device that is a part of a GPU; CUDA's names of those have the word.
+_MIG = (
+    "CUDA shows a process one MIG instance; for several start a process for each with torchrun and "
+    "CUDA_VISIBLE_DEVICES=MIG-..., or turn MIG off: sudo nvidia-smi -mig 0"
+)
+
 
 def devices(probe: Probe) -> Iterator[Check]:
     """Yield one record per accelerator: name, memory, capability."""
@@ -31,7 +37,7 @@ def devices(probe: Probe) -> Iterator[Check]:
         return
     for device in found:
         described = _describe(torch.get_device_module(device), device.index)
-        yield Check("Devices", str(device), "ok", described)
+        yield Check("Devices", str(device), "ok", described, _MIG if " MIG " in described else "")
 
 
 def _describe(module: Any, index: int) -> str:
@@ -113,11 +119,46 @@ def peer_access(probe: Probe) -> Iterator[Check]:
         )
 
 
+#: The size of each copy in the test of the links.
+_LINK_BYTES = 16 * 2**20
+
+
+def links(probe: Probe) -> Iterator[Check]:
+    """Copy a pattern between all devices, and compare; nothing for fewer than two."""
+    package, module = probe.module("dataparallel"), probe.module("dataparallel.comm.links")
+    pairs = module.pairs_of(package.accelerators()) if package and module else []
+    if not pairs:
+        return
+    wrong: dict[Any, dict[str, Any]] = {}
+    for way, at_once in (("alone", False), ("all at once", True)):
+        for fault in module.find_faults(pairs, _LINK_BYTES, at_once=at_once):
+            wrong.setdefault(fault.pair, {})[way] = fault
+    named = f"{_LINK_BYTES // 2**20} MiB from each device to each other, alone and all at once"
+    if not wrong:
+        yield Check("Devices", "links", "ok", f"{named}: all {len(pairs)} pairs are sound")
+        return
+    order = list(dict.fromkeys(source for source, _ in pairs))
+    rows = [" " * 5 + " ".join(f"{other.index:>5}" for other in order)]
+    for source in order:
+        cells = (
+            "." if source == other else "WRONG" if (source, other) in wrong else "ok"
+            for other in order
+        )
+        rows.append(f"{source.index:>3}  " + " ".join(f"{cell:>5}" for cell in cells))
+    told = [f"{way}: {fault}" for ways in wrong.values() for way, fault in ways.items()]
+    detail = "\n".join([f"{named}, from row to column", *rows, *told[:_MOST_FAULTS]])
+    yield Check("Devices", "links", "problem", detail, module.REMEDY)
+
+
+#: The most faults that are told in full; the matrix has all.
+_MOST_FAULTS = 4
+
+
 def nccl(probe: Probe) -> Check:
-    """Tell if NCCL can reduce between several CUDA devices."""
+    """Tell if NCCL can reduce between CUDA devices; within a process nothing needs it."""
     torch = probe.module("torch")
     gpus = int(torch.cuda.device_count()) if torch is not None else 0
-    name, purpose = "NCCL", "sums between several CUDA devices"
+    name, purpose = "NCCL", "sums between processes that have CUDA devices"
     if torch is None or not torch.version.cuda:
         return Check("Devices", name, "missing", f"not in this torch; for {purpose}")
     version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -130,7 +171,7 @@ def nccl(probe: Probe) -> Check:
         "Devices",
         name,
         "problem",
-        f"{version} is there but not usable; sums are made with copies instead",
+        f"{version} is there but not usable",
         "run with NCCL_DEBUG=INFO and read the first warning",
     )
 
