@@ -233,10 +233,13 @@ show()
 before.update(name for name in sys.modules if name.startswith("dataparallel.virtual"))
 dataparallel.DataParallel, dataparallel.DistributedDataParallel
 show()
+watchers = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+hooks = [*watchers]
 model = dataparallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"])
 model(torch.ones(4, 2)).sum().backward()
 show()
 print(model.module.bias.grad.tolist())
+print([len(hooks), len(watchers)])
 try:
     dataparallel.monitor.devices()
 except ImportError as error:
@@ -250,13 +253,15 @@ def test_the_core_trains_where_nothing_else_is_installed_and_loads_few_modules()
         [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    *shown, gradient, missing = map(ast.literal_eval, done.stdout.splitlines())
+    *shown, gradient, hooks, missing = map(ast.literal_eval, done.stdout.splitlines())
     rooms = [{room(name) for name in each if name.startswith("dataparallel.")} for each in shown]
     core = {"errors", "devices", "kernels", "comm", "threads", "graph", "batch", "replicas"}
     core |= {"torch_internals", "optim", "reducer", "parallel"}
     assert rooms == [set(), {"torch_internals", "virtual"}, core, core]
     assert [len(shown[0]) <= 1, len(shown[1]) <= 9, len(shown[2]) <= MOST_MODULES] == [True] * 3
     assert gradient == [4.0, 4.0]
+    # Steps of optimizers are watched from the first forward on, and not because of an import.
+    assert hooks == [0, 1]
     assert "'psutil'" in missing[0] and 'pip install "dataparallel[monitor]"' in missing[0]
 
 

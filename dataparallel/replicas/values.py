@@ -70,6 +70,7 @@ _numbers = itertools.count(1)
 
 def steps_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """For each tensor, what changes with each step that an optimizer takes."""
+    _watch_optimizers()
     return list(map(_steps.get, map(id, tensors), itertools.repeat((0, 0))))
 
 
@@ -80,8 +81,10 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any, begins: bool = False) 
     _steps.update(dict.fromkeys(map(id, parameters), step))
 
 
-register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
-register_optimizer_step_post_hook(_note_step)
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
+    register_optimizer_step_post_hook(_note_step)
 
 
 #: The originals' past in three columns: themselves, their versions, steps of optimizers.
