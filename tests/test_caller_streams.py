@@ -110,7 +110,8 @@ def train(models: Sequence[Any], loss_of: Callable[..., Tensor], device: torch.d
 
 
 def mean_square(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.mse_loss(model(x), y)
+    output = model(x)
+    return nn.functional.mse_loss(output, y.to(output.device))
 
 
 def by_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -143,6 +144,10 @@ def captured(module: nn.Module, places: Devices) -> Any:
 
 def guarded(module: nn.Module, places: Devices) -> Any:
     return DistributedDataParallel(module, places, nonfinite="skip")
+
+
+def to_the_host(module: nn.Module, places: Devices) -> Any:
+    return DataParallel(module, places, output_device=-1)
 
 
 def turned(wrap: Wrap) -> Wrap:
@@ -305,20 +310,22 @@ def test_threads_of_a_server(wrapper: Any, sides: Sequence[int]) -> None:
 
 
 @contextlib.contextmanager
-def on_others(sides: Sequence[int]) -> Iterator[None]:
+def on_others(sides: Sequence[int]) -> Iterator[list[torch.Stream]]:
     """Be on other streams, in order with the current ones."""
     before = [device_module.current_stream(index) for index in sides]
     streams = [torch.Stream(DEVICES[index]) for index in sides]
     for stream, current in zip(streams, before, strict=True):
         stream.wait_stream(current)
     with devices.use_streams(streams):
-        yield
+        yield streams
     for stream, current in zip(streams, before, strict=True):
         current.wait_stream(stream)
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-@pytest.mark.parametrize("wrap", [as_is, DataParallel, DistributedDataParallel, guarded])
+@pytest.mark.parametrize(
+    "wrap", [as_is, DataParallel, to_the_host, DistributedDataParallel, guarded]
+)
 @pytest.mark.parametrize("sides", SIDES, ids=str)
 def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequence[int]) -> None:
     bare = net()
@@ -330,14 +337,19 @@ def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequenc
         for x, y in batches():
             optimizer.zero_grad()
             for scale in (1, 2):
-                with on_others(sides):
+                with on_others(sides) as streams:
                     penalty = sum(p.square().sum() for p in model.parameters())
-                loss = mean_square(model, x.to(places[0]) * scale, y.to(places[0])) + penalty
+                loss = mean_square(model, x.to(places[0]) * scale, y.to(places[0]))
+                loss = loss + penalty.to(loss.device)
                 with on_others(sides):
                     loss.backward()
                     # Gradients are ready where backward was called.
                     results += [p.grad * 2 for p in model.parameters() if p.grad is not None]
                 del loss, penalty
+                # Memory that was freed too early shows where its stream goes on.
+                with devices.use_streams(streams):
+                    for stream in streams:
+                        torch.ones(1, device=stream.device)
             with on_others(sides):
                 optimizer.step()
                 results += [p.grad * 2 for p in model.parameters() if p.grad is not None]

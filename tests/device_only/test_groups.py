@@ -23,12 +23,15 @@ from tests.device_only.cases import (
     State,
     check,
     make_net,
+    mean_loss,
     optimizer_of,
+    share,
     state_of,
     steps,
     train_bare,
     wrap,
 )
+from tests.test_caller_streams import on_others
 
 TIMEOUT = 30.0
 
@@ -237,6 +240,32 @@ def test_collectives_of_processes(cluster: Cluster) -> None:
     assert got[0][0] == [1.0, 3.0, 5.0, 7.0]
 
 
+def run_backward_on_another_stream(rank: int, size: int) -> State:
+    """Gradients are ready where backward was called."""
+    here = torch.device("virtual", rank)
+    with strict_mode():
+        model = wrap(make_net(), rank, bucket_cap_mb=0.0002)
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            x, y = share(step, rank)
+            loss = mean_loss(model(x.to(here)), y)
+            with on_others([rank]):
+                loss.backward()
+                doubled = [p.grad * 2 for p in model.parameters() if p.grad is not None]
+            assert len(doubled) == 6
+            optimizer.step()
+            optimizer.zero_grad()
+        result = state_of(model)
+        model.close()
+    return result
+
+
+def test_backward_on_another_stream_than_forward(cluster: Cluster) -> None:
+    check(
+        cluster.run(run_backward_on_another_stream, 2, virtual=True, backend="vccl"), train_bare()
+    )
+
+
 def reduce_on_two_streams(rank: int, size: int) -> list[float]:
     """One stream launches a collective, and another one uses the result."""
     here = torch.device("virtual", rank)
@@ -247,6 +276,9 @@ def reduce_on_two_streams(rank: int, size: int) -> list[float]:
             reduced = collectives.all_reduce(mine, "avg", dist.group.WORLD)
         with second:
             result = reduced * 2
+        with first:
+            # Memory that was freed too early shows where its stream goes on.
+            torch.ones(1, device=here)
         second.synchronize()
         return [*result.tolist(), *reduced.tolist()]
 
