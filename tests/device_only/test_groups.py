@@ -277,8 +277,8 @@ def reduce_on_two_streams(rank: int, size: int) -> list[float]:
         with second:
             result = reduced * 2
         with first:
-            # Memory that was freed too early shows where its stream goes on.
-            torch.ones(1, device=here)
+            again = reduced * 2
+            assert again.device == here
         second.synchronize()
         return [*result.tolist(), *reduced.tolist()]
 
