@@ -37,7 +37,6 @@ MAY_ASSIGN = {
     "excepthook": "sys",
     "atexit": "weakref's finalizers",
     "__kwdefaults__": "functions",
-    "complete": "options of argparse, where shtab looks for it",
     "metricId": "NVML's records",
     "_n_gpu": "the arguments of Hugging Face's Trainer, which assigns it, too",
 }
@@ -62,7 +61,7 @@ SOURCES = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
-    "tools": 8750,
+    "tools": 8700,
     "extras": 3200,
     "monitor": 3500,
     "parallel": 4600,

@@ -1,4 +1,4 @@
-"""The `dataparallel` command line: help, errors, exit status, completion in the shell."""
+"""The `dataparallel` command line: help, errors, exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import BinaryIO
 import pytest
 
 from dataparallel.errors import needs_extra
-from dataparallel.tools import arguments, cli, completion
+from dataparallel.tools import arguments, cli
+from dataparallel.tools.monitor import command
 from tests.monitor.cases import make_sample, write_recording
 
 COMMANDS = (
@@ -25,10 +26,9 @@ COMMANDS = (
     "bench",
     "bench train",
     "bench host",
-    "completion",
     "monitor",
 )
-PARTS = ("top", "record", "plot", "report", "serve")
+PARTS = ("top", "record", "plot", "report", "serve", "grafana")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"monitor {part}" for part in PARTS)])
@@ -100,11 +100,11 @@ def test_errors_become_a_line_and_an_exit_status(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def fail(root: object, shell: str) -> int:
+    def fail(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(completion, "_run", fail)
-    assert cli.main(["completion", "bash"]) == status
+    monkeypatch.setattr(command, "_print_dashboard", fail)
+    assert cli.main(["monitor", "grafana"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dataparallel: ") and line.endswith(told)
 
@@ -183,56 +183,3 @@ def test_python_dash_m_is_the_same_command_and_needs_no_extra() -> None:
     command = [sys.executable, "-c", code]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.stdout.startswith("dataparallel 0.") and finished.returncode == 0
-
-
-# --- completion ------------------------------------------------------------------------------
-
-COMPLETED = {
-    "dataparallel mon": {"monitor"},
-    "dataparallel monitor re": {"record", "report"},
-    "dataparallel monitor top --at": {"--attach"},
-    "dataparallel bench train --loss ''": {"gathered", "replicas"},
-    "dataparallel bench train --json run": {"run.jsonl", "runs"},
-    "dataparallel monitor plot run.jsonl pic": {"picture.png"},
-    "dataparallel monitor top --source run": {"run.jsonl", "runs"},
-    "dataparallel completion z": {"zsh"},
-}
-
-
-def test_bash_completes_words_options_values_and_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("run.jsonl", "picture.png"):
-        (tmp_path / name).touch()
-    (tmp_path / "runs").mkdir()
-    assert cli.main(["completion", "bash"]) == 0
-    # As bash does when somebody presses the tab key: it calls what the script has registered.
-    lines = [
-        capsys.readouterr().out,
-        "complete -p dataparallel",
-        'try() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_dataparallel; '
-        'echo "${COMPREPLY[*]}"; }',
-        *(f"try {line}" for line in COMPLETED),
-    ]
-    done = subprocess.run(
-        ["bash", "--norc", "-c", "\n".join(lines)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
-    registered, *found = done.stdout.splitlines()
-    assert "-F _shtab_dataparallel" in registered
-    assert dict(zip(COMPLETED, map(set, map(str.split, found)), strict=True)) == COMPLETED
-
-
-def test_other_shells_have_a_script_and_without_its_package_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for shell in ("zsh", "fish", "tcsh"):
-        assert cli.main(["completion", shell]) == 0
-        assert "attach" in capsys.readouterr().out
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 2
-    told = capsys.readouterr().err
-    assert "'shtab'" in told and 'pip install "dataparallel[tools]"' in told

@@ -41,7 +41,7 @@ ALLOWED = {
     "_optimizer_",
     # An argument of Hugging Face's Trainer, which assigns it, too.
     "_n_gpu",
-    # argparse's, of a parser: its options, which `shtab` reads too.
+    # argparse's, of a parser: its options.
     "_actions",
     # Python's.
     *("_asdict", "_fields", "_make", "_replace", "_getframe", "_DummyThread", "_SubParsersAction"),

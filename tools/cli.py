@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from dataparallel.tools import completion
 from dataparallel.tools.arguments import Parser, print_help
 from dataparallel.tools.bench import command as bench
 from dataparallel.tools.doctor import command as doctor
@@ -79,5 +78,4 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_to(commands)
     bench.add_to(commands)
     monitor.add_to(commands)
-    completion.add_to(commands, parser)
     return parser

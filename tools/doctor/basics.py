@@ -22,7 +22,6 @@ _EXTRAS = (
         "memory figures of `dataparallel bench`, readings of `dataparallel monitor`",
         'pip install "dataparallel[tools]"',
     ),
-    ("shtab", "`dataparallel completion`", 'pip install "dataparallel[tools]"'),
     (
         "prometheus-client",
         "the metrics of `dataparallel monitor serve`",
