@@ -8,6 +8,7 @@
 #   VERSIONS     passed on to tests/versions.py            make versions VERSIONS="--torch 2.13.0"
 #   PROGRAMS     how many random programs run                make random PROGRAMS=5000
 #   DEVICES      where `make gpu` runs                     make gpu DEVICES=virtual:0,virtual:1
+#   FULL         let `make gpu` run all within 40 minutes  make gpu FULL=1
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,6 +17,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 VERSIONS ?=
 DEVICES ?=
+FULL ?=
 PROGRAMS ?= 500
 
 # Threads that spin while they wait slow each other down as soon as something else needs the cores.
@@ -44,9 +46,9 @@ versions: $(DEV_STAMP) ## run some tests with the oldest and the newest torch, o
 random: $(DEV_STAMP) ## compare random programs, other ones each time, with the bare module
 	@$(VENV)/bin/python -m tests.random_programs --programs $(PROGRAMS) $(ARGS)
 
-gpu: ## run what only an NVIDIA GPU can show; installs nothing, and needs no network
+gpu: ## run what only NVIDIA GPUs can show, one or several; installs nothing, needs no network
 	@$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu.report \
-	  $(if $(DEVICES),--devices $(DEVICES)) $(ARGS)
+	  $(if $(DEVICES),--devices $(DEVICES)) $(if $(FULL),--full) $(ARGS)
 
 check: $(DEV_STAMP) ## check format, lint, types and spelling
 	$(VENV)/bin/ruff format --check $(SOURCES)

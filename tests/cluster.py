@@ -41,6 +41,9 @@ from tests.device_only.backend import register
 #: Seconds that a worker may take to start: it imports torch, and many may start at once.
 STARTUP = 120.0
 
+#: The environment variable for another number of virtual devices than four.
+VIRTUAL_DEVICES = "DATAPARALLEL_TESTS_VIRTUAL_DEVICES"
+
 #: Seconds that the other ranks get after one has failed, before they are ended.
 GRACE = 10.0
 
@@ -252,7 +255,7 @@ def _work(connection: Connection, stacks: str, virtual: bool) -> None:
     # Gloo would else look up the machine's name, and listen to the network.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if virtual:
-        dataparallel.virtual.enable(4)
+        dataparallel.virtual.enable(int(os.environ.get(VIRTUAL_DEVICES, "4")))
         register()
     stray: list[str] = []
     _catch_strays(stray)
@@ -323,8 +326,10 @@ def _group(backend: str, path: str, rank: int, world_size: int, timeout: float) 
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         # A rank that ends at once would else leave others that are still about to connect to it.
-        places = {"nccl": "cuda:0", "vccl": "virtual:0"}
-        dist.all_reduce(torch.zeros(1, device=places.get(backend, "cpu")))
+        place = {"nccl": "cuda", "vccl": "virtual"}.get(backend)
+        # NCCL refuses two ranks on one device. Each process has virtual devices of its own.
+        index = rank % torch.get_device_module(place).device_count() if place else 0
+        dist.all_reduce(torch.zeros(1, device=f"{place}:{index}" if place else "cpu"))
         yield
     finally:
         if dist.is_initialized():
