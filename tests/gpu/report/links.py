@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from dataparallel import devices
-from tests.gpu.report.subject import kind, synchronize, table
+from tests.gpu.report.subject import kind, spread, synchronize, table
 
 _REPEATS = 5
 Pair = tuple[str, str]
@@ -22,16 +22,21 @@ def main(given: argparse.Namespace) -> None:
     links = Links(names, 2**26 if kind(names) == "cuda" else 2**18)
     ordered = list(itertools.permutations(names, 2))
     alone = {pair: links.rate([pair]) for pair in ordered}
-    both = {pair: links.rate([pair, pair[::-1]]) for pair in ordered if pair[0] < pair[1]}
-    both |= {pair[::-1]: rate for pair, rate in both.items()}
+    both = {
+        pair: links.rate([pair, pair[::-1]])
+        for pair in ordered
+        if names.index(pair[0]) < names.index(pair[1])
+    }
     head = ["from", *(f"to {name}" for name in names)]
-    for title, rates in (("alone", alone), ("both ways, sum", both)):
-        rows = [
-            [one, *("" if one == to else f"{rates[one, to]:.1f}" for to in names)] for one in names
-        ]
-        table(f"Copies between devices, GB/s, {title}", head, rows)
-    total = [["all pairs at once, sum", f"{links.rate(ordered):.1f}"]]
-    table("Copies between devices, GB/s, in all", ["copies", "GB/s"], total)
+    rows = [[one, *("" if one == to else f"{alone[one, to]:.1f}" for to in names)] for one in names]
+    table("Copies between devices, GB/s, each pair alone", head, rows)
+    total = [
+        ["one pair both ways, sum: median (min..max)", spread(list(both.values()), 1)],
+        ["all pairs at once, sum", f"{links.rate(ordered):.1f}"],
+    ]
+    for (one, to), rate in both.items():
+        print(f"{one} and {to}, both ways: {rate:.1f} GB/s")
+    table("Copies at the same time, GB/s", ["copies", "GB/s"], total)
     if links.wrong:
         raise SystemExit(f"wrong bytes arrived: {', '.join(sorted(links.wrong))}")
     print(f"the right bytes arrived from each of {len(ordered)} ordered pairs in each way")

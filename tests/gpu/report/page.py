@@ -50,9 +50,15 @@ def page(found: Mapping[str, Any]) -> str:
             "that each part runs to its end."
         )
     lines += ["", "| part | outcome | seconds |", "|---|---|---|"]
+    rows: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for part in parts:
+        # Those that did not run for one reason share a row.
+        alone = "" if part["verdict"] == "not run" else part["title"]
         why = f": {part['why']}" if part["why"] else ""
-        lines.append(f"| {part['title']} | {part['verdict']}{why} | {part['seconds']:.0f} |")
+        rows.setdefault((f"{part['verdict']}{why}", alone), []).append(part)
+    for (outcome, _), found_so in rows.items():
+        titles = "; ".join(part["title"] for part in found_so)
+        lines.append(f"| {titles} | {outcome} | {sum(part['seconds'] for part in found_so):.0f} |")
     failures = [line for part in parts for line in _failure(part)]
     room = MOST_LINES - len(lines) - min(len(failures), MOST_LINES // 3)
     for block in _blocks(parts):
@@ -67,9 +73,9 @@ _FURTHER = "Further tables did not fit; they are in the JSON."
 
 
 def _blocks(parts: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield the tables; those of one title and head are one."""
+    """Yield the tables, those of speed first; those of one title and head are one."""
     merged: dict[tuple[str, ...], list[Any]] = {}
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part["name"] != "speed"):
         for one in part["tables"]:
             merged.setdefault((one["title"], *one["head"]), []).extend(one["rows"])
     for (title, *head), rows in merged.items():

@@ -21,6 +21,8 @@ _TOOLS = ("memcheck --report-api-errors no", "racecheck", "synccheck", "initchec
 #: Processes x devices of each: in a quick run, and in a full one besides.
 _SHAPES = ((2, 1), (1, 2), (2, 2), (2, 4))
 _MORE_SHAPES = ((4, 1), (1, 4), (8, 1), (1, 8), (4, 2))
+#: Torch has no such switch for its own copies between the devices of a process.
+WITHOUT_PEERS = "NCCL_P2P_DISABLE=1 (torch's copies in a process keep peer access)"
 #: Parameters in millions, type, and seconds.
 _SIZES = ((25, "float32", 120), (25, "bfloat16", 120), (300, "float32", 180),
           (300, "bfloat16", 180), (1000, "float32", 240), (1000, "bfloat16", 240))  # fmt: skip
@@ -99,9 +101,8 @@ def _hybrid(
             devices, "hybrid", f"hybrid {shape}", 60, processes * each, "--shape", shape
         )
         if not peers:
-            # Torch has no such switch for its own copies between the devices of a process.
             environment = {**part.environment, "NCCL_P2P_DISABLE": "1"}
-            title = f"{part.title}, NCCL without peer access (torch's own copies keep it)"
+            title = f"{part.title}, {WITHOUT_PEERS}"
             part = Part("hybrid", title, part.command, 60, part.gpus, (), environment)
         yield part
 
@@ -117,7 +118,7 @@ def _virtual_devices(names: Sequence[str]) -> dict[str, str]:
     return {"DATAPARALLEL_VIRTUAL_DEVICES": str(max(indices) + 1)} if indices else {}
 
 
-def _tests(devices: Sequence[str], limit: float, *chosen: str) -> Part:
+def _tests(devices: Sequence[str], limit: float) -> Part:
     """Return the tests for GPUs; those of them that have another form run elsewhere, in that."""
     on_gpu = is_gpu(devices[0])
     marks = "gpu or multi_gpu" if on_gpu else "not gpu and not multi_gpu"
@@ -130,7 +131,7 @@ def _tests(devices: Sequence[str], limit: float, *chosen: str) -> Part:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "DATAPARALLEL_TESTS_WITHOUT_VIRTUAL_DEVICES": str(int(on_gpu)),
     }
-    files = chosen or tuple(marked_tests() if on_gpu else ["tests/gpu"])
+    files = marked_tests() if on_gpu else ["tests/gpu"]
     command = _python("pytest", *options, *files)
     return Part(
         "tests", f"Tests: {marks}", command, limit, 1, ("pytest",), environment, r"\d passed",
@@ -139,13 +140,13 @@ def _tests(devices: Sequence[str], limit: float, *chosen: str) -> Part:
 
 
 def _streams(devices: Sequence[str]) -> Part:
-    """Return the tests of training under torch's detector of unordered uses of memory."""
-    part = _tests(devices, 300, "tests/gpu/test_training.py")
-    environment = {**part.environment, "TORCH_CUDA_SANITIZER": "1"}
-    title = "Tests of training, TORCH_CUDA_SANITIZER=1"
-    return Part(
-        "streams", title, part.command, 300, 1, part.needs, environment, part.expected, part.shown
-    )
+    """Return training under a detector of unordered uses of memory: torch's, or ours."""
+    title = "training, uses of memory that nothing orders"
+    part = _subject(devices, "training", title, 180, 1, "--eager")
+    # Torch's initializes CUDA as soon as torch is used, after which no process may be forked.
+    detector = "TORCH_CUDA_SANITIZER" if is_gpu(devices[0]) else "DATAPARALLEL_VIRTUAL_RACES"
+    environment = {**part.environment, detector: "1"}
+    return Part("streams", title, part.command, part.limit, 1, part.needs, environment)
 
 
 def marked_tests() -> list[str]:

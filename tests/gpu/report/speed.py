@@ -36,13 +36,13 @@ def main(given: argparse.Namespace) -> None:
         if there < needed:
             stop(f"needs {needed / 2**30:.0f} GiB per GPU; there are {there / 2**30:.0f}")
     rows = []
-    for count in sorted({int(text) for text in given.counts.split(",")}):
-        if count > len(names):
-            rows.append([f"{given.millions} M, {given.dtype}", count, "not run", "", "", ""])
-            continue
+    counts = sorted({int(text) for text in given.counts.split(",")})
+    for count in (count for count in counts if count <= len(names)):
         limit = 100.0 + 10 * count
         rounds = in_processes(measure, count, names, given.millions, given.dtype, timeout=limit)[0]
         rows.append([f"{given.millions} M, {given.dtype}", count, *_cells(rounds, count)])
+    if more := [str(count) for count in counts if count > len(names)]:
+        print(f"not run: {', '.join(more)} devices; there are {len(names)}")
     table(f"Speed; each device has {_SAMPLES} samples of {_TOKENS} tokens", _HEAD, rows)
 
 

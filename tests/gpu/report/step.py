@@ -24,15 +24,13 @@ def main(given: argparse.Namespace) -> None:
     """Measure steps of the model of 300 M parameters, as they are and recorded in graphs."""
     names = given.devices
     millions = 300 if kind(names) == "cuda" else 25
-    shares, memory = [], []
+    rows = []
     for title, options in (("eager", {}), ("capture=True", {"capture": True})):
         found, peaks = _measure(names, millions, **options)
-        shares += [[title, name, *found[name]] for name in names]
-        memory += [[title, name, *peaks[name]] for name in names]
-    head = ["step", "device", "step, ms", "computes", "only communicates", "idle"]
-    table(f"Exposed communication, {millions} M parameters, float32", head, shares)
-    head = ["step", "device", "allocated", "active", "reserved", "num_alloc_retries"]
-    table("Memory of these steps: peaks in MiB", head, memory)
+        rows += [[title, name, *found[name], *peaks[name]] for name in names]
+    head = ["step", "device", "ms", "computes", "only communicates", "idle"]
+    head += ["allocated, MiB", "active", "reserved", "num_alloc_retries"]
+    table(f"One step, {millions} M parameters, float32: shares and peaks", head, rows)
 
 
 def _measure(
@@ -52,7 +50,7 @@ def _measure(
     activities = [ProfilerActivity.CPU]
     if kind(names) == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # Of one cycle it makes no difference whether events are kept; torch 2.11 warns where not.
+    # Torch 2.11 warns if events are not kept, which makes no difference in one cycle.
     with profile(activities=activities, acc_events=True) as profiled:
         run()
         synchronize(names)

@@ -33,6 +33,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--millions", type=int, default=25, help="parameters in millions")
     add("--dtype", default="float32")
     add("--counts", default="1,2,4,8", help="numbers of devices")
+    add("--eager", action="store_true", help="nothing compiled, nothing recorded in graphs")
     return parser.parse_args(argv)
 
 
