@@ -79,7 +79,12 @@ def environment_of(tree: pathlib.Path) -> dict[str, str]:
     # Ahead of what is installed, also for processes that run elsewhere.
     paths = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     programs = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
-    return given | {"PYTHONPATH": paths, "PATH": programs, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    return given | {
+        "PYTHONPATH": paths,
+        "PATH": programs,
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "200",
+    }
 
 
 def _is_there(name: str, path: str) -> bool:
