@@ -104,7 +104,7 @@ def measure(rank: int, size: int, names: Sequence[str], millions: int, dtype: st
         ours = dp.DistributedDataParallel(net, list(names), process_group=False)
         contestants["ours"] = trainer(ours, batch(net, size))
         if device.type == "cuda":
-            old = nn.DataParallel(made(), list(range(size)))
+            old = nn.DataParallel(made(), [torch.device(name).index for name in names])
             contestants["nn.DataParallel"] = trainer(old, batch(old, size))
     net = made()
     peer = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)

@@ -13,8 +13,8 @@ import dataparallel as dp
 from tests.gpu.report.speed import batch, build, trainer
 from tests.gpu.report.subject import kind, synchronize, table
 
-#: How a copy or a collective is called, on GPUs and, in lower case, as an operator of the host.
-_MOVES = ("memcpy", "nccl", "copy_")
+#: The names of copies and collectives on GPUs, and of operators of the host that stand in.
+_MOVES = {True: ("memcpy", "nccl"), False: ("copy_",)}
 _PEAKS = ("allocated_bytes", "active_bytes", "reserved_bytes")
 
 Span = tuple[float, float]
@@ -81,7 +81,7 @@ def _shares(names: Sequence[str], events: Sequence[Any]) -> dict[str, list[str]]
                 or getattr(event, "is_user_annotation", False)
             ):
                 continue
-            is_move = any(word in event.name.lower() for word in _MOVES)
+            is_move = any(word in event.name.lower() for word in _MOVES[on_gpus])
             span = (event.time_range.start, event.time_range.end)
             (moves if is_move else computes).append(span)
         busy, whole = covered(computes), covered([*moves, *computes])

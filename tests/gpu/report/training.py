@@ -103,12 +103,15 @@ def _bits(places: list[str]) -> None:
         net = make_net().to(device)
         x = torch.randn(8 * len(places), 20, device=device)
         terms = []
-        for place, chunk in zip(places, x.chunk(len(places)), strict=True):
+        # A sum alone would have gradients without memory, which kernels add in another way.
+        weights = torch.randn(len(x), 3, device=device)
+        parts = zip(places, x.chunk(len(places)), weights.chunk(len(places)), strict=True)
+        for place, chunk, weight in parts:
             single = copy.deepcopy(net).to(place)
-            single(chunk.to(place)).sum().backward()
+            (single(chunk.to(place)) * weight.to(place)).sum().backward()
             terms.append([grad.to(device) for grad in _grads(single)])
         model = wrap(net, places)
-        model(x).sum().backward()
+        (model(x) * weights).sum().backward()
         for got, (first, *rest) in zip(_grads(net), zip(*terms, strict=True), strict=True):
             total = first.clone()
             for term in rest:
