@@ -440,6 +440,12 @@ def time_limits(group: Any) -> list[datetime.timedelta]:
     return limits
 
 
+def set_time_limit(group: Any, device: torch.device, limit: datetime.timedelta) -> None:
+    """Set the time limit of the backend for a device, if it can be set."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        group_backend(group, device)._set_default_timeout(limit)
+
+
 #: The number of collectives of a group that were called here; RuntimeError if its backend forgets.
 num_collectives: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
 

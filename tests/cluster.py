@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import FileStore
 
 import dataparallel.virtual
 from tests import forkserver
-from tests.device_only.backend import register
+from tests.device_only import backend as device_only
 
 #: Seconds that a worker may take to start: it imports torch, and many may start at once.
 STARTUP = 120.0
@@ -72,6 +72,7 @@ class _Reply:
     error: BaseException | None = None
     trace: str = ""
     when: float = field(default_factory=time.time)
+    records: device_only.Records = field(default_factory=lambda: device_only.Records([], []))
 
 
 def _died(text: str) -> _Reply:
@@ -175,6 +176,10 @@ class Cluster:
             first = min(failed.values(), key=lambda reply: reply.when)
             assert first.error is not None
             raise first.error from RankFailed(text)
+        for rank, reply in enumerate(replies):
+            assert not reply.records.kills, f"would end rank {rank}: {reply.records.kills}"
+        different = device_only.find_difference([reply.records.launches for reply in replies])
+        assert not different, different
         return [reply.error or reply.value for reply in replies]
 
     def close(self) -> None:
@@ -256,7 +261,7 @@ def _work(connection: Connection, stacks: str, virtual: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     if virtual:
         dataparallel.virtual.enable(int(os.environ.get(VIRTUAL_DEVICES, "4")))
-        register()
+        device_only.register()
     stray: list[str] = []
     _catch_strays(stray)
     # Imported objects are never garbage; without them, a collection after every job is cheap.
@@ -268,7 +273,7 @@ def _work(connection: Connection, stacks: str, virtual: bool) -> None:
             received = connection.recv_bytes()
         except (EOFError, OSError):
             return
-        reply = _run(received, stray)
+        reply = _run(received, stray, virtual)
         connection.send_bytes(reply)
 
 
@@ -284,15 +289,20 @@ def _catch_strays(stray: list[str]) -> None:
     threading.excepthook = sys.unraisablehook = hook
 
 
-def _run(received: bytes, stray: list[str]) -> bytes:
+def _run(received: bytes, stray: list[str], virtual: bool) -> bytes:
     """Return the pickled reply to a pickled job."""
     stray.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # As in pyproject.toml.
         warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
+        if virtual:
+            device_only.set_habits()
+            device_only.take_records()
         reply = _call(received)
         gc.collect()
+        if virtual:
+            reply.records = device_only.take_records()
     if stray and reply.error is None:
         text = "\n".join(stray)
         reply = _Reply(error=RuntimeError(f"outside of the function:\n{text}"), trace=text)
@@ -324,13 +334,19 @@ def _call(received: bytes) -> _Reply:
 def _group(backend: str, path: str, rank: int, world_size: int, timeout: float) -> Iterator[None]:
     store, limit = FileStore(path, world_size), datetime.timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    # As on hardware, the host does not wait for what its default streams wait for.
+    strict = dataparallel.virtual.strict_mode() if "vccl" in backend else None
     try:
         # A rank that ends at once would else leave others that are still about to connect to it.
-        place = {"nccl": "cuda", "vccl": "virtual"}.get(backend)
-        # NCCL refuses two ranks on one device. Each process has virtual devices of its own.
-        index = rank % torch.get_device_module(place).device_count() if place else 0
-        dist.all_reduce(torch.zeros(1, device=f"{place}:{index}" if place else "cpu"))
-        yield
+        if backend == "vccl":
+            # Its communicators are for the devices that the function chooses.
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{i}" for i in range(world_size)])
+        else:
+            # NCCL refuses two ranks on one device.
+            dist.all_reduce(torch.zeros(1, device=f"cuda:{rank}" if backend == "nccl" else "cpu"))
+        with strict or contextlib.nullcontext():
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

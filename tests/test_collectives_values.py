@@ -23,8 +23,8 @@ from tests.collective_cases import GROUP, PLACES, Case, each, index
 Faults = list[str]
 
 #: The processes, the device of their tensors, and the backend; "vccl" takes no host memory.
-PROCESSES = [(2, "cpu", "gloo"), (3, "cpu", "gloo"), (2, "virtual:1", "gloo")]
-PROCESSES += [(2, "virtual:1", "vccl")]
+PROCESSES = [(2, "cpu", "gloo"), (3, "cpu", "gloo"), (2, "virtual", "gloo")]
+PROCESSES += [(2, "virtual", "vccl")]
 
 #: Replicas per process, and where they are.
 HYBRID = [((2, 2), "cpu"), ((1, 2, 3), "cpu"), ((2, 1), "virtual")]
@@ -154,6 +154,7 @@ def test_inputs_and_results_may_be_changed_at_once(place: str, size: int, own_st
 
 
 def run_all(rank: int, world_size: int, device: str) -> Faults:
+    device = device.replace("virtual", f"virtual:{rank}")
     faults = []
     for name, xs, chosen in all_inputs(world_size):
         mine = xs[rank] if device == "cpu" else xs[rank].to(device)
@@ -201,6 +202,7 @@ def wrapped(value: int, dtype: torch.dtype) -> int:
 
 
 def reduce_integers(rank: int, world_size: int, device: str) -> Faults:
+    device = device.replace("virtual", f"virtual:{rank}")
     faults = []
     for dtype in INTEGERS:
         parts = [integers(i, dtype).tolist() for i in range(world_size)]
@@ -228,6 +230,7 @@ FLOATS = [*cases.FLOATING, torch.float8_e4m3fn, torch.float8_e5m2]
 
 def reduce_floats(rank: int, world_size: int, device: str) -> Faults:
     """Return all combinations of special values, and random bits; signs of zeros too."""
+    device = device.replace("virtual", f"virtual:{rank}")
     faults = []
     table = torch.cartesian_prod(*[torch.tensor(SPECIAL)] * world_size).view(-1, world_size)
     for dtype in FLOATS:

@@ -94,6 +94,17 @@ class _Wrapping:
         return _wrapped(result, self._work) if func is _aten.alias.default else result
 
 
+class _Unwrapping:
+    """A dispatch mode that makes a view of the plain tensor for which another stands."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.alias.default and isinstance(args[0], AsyncCollectiveTensor):
+            args = (args[0].elem,)
+        return func(*args, **(kwargs or {}))
+
+
 def _wrapped(elem: Tensor, work: Work) -> AsyncCollectiveTensor:
     """Return a stand-in for a tensor, without its history."""
     if elem.is_inference() != torch.is_inference_mode_enabled():
@@ -146,7 +157,12 @@ class AsyncCollectiveTensor(_TorchAsync):
         """Wait, and return the plain tensor, which has the same memory and history."""
         self._work.wait()
         with _as_itself(self):
-            plain: Tensor = _aten.alias.default(self)
+            # The stream waits, and the result may still be under way.
+            torch_internals.push_bare_mode(_Unwrapping())
+            try:
+                plain: Tensor = _aten.alias.default(self)
+            finally:
+                torch_internals.pop_bare_mode(None)
         return plain
 
     def trigger_wait(self) -> Tensor:

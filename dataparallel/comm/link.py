@@ -13,6 +13,18 @@ processes, on whatever link, or begins a forward, looks at what has ended since,
 error of what has failed. So does whoever finds that a link was given up while its collectives were
 under way: their results will never come.
 
+Note [Time limits on accelerators]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+NCCL makes a communicator in the first collective of a device, and the host waits there for all
+processes, however long that takes. So a link has it made by a thread beforehand, and waits in
+slices, for as long as the time limit of the parent at least: no collective has begun.
+
+A kernel whose peer never comes ends by an abort only, and the host may be behind it, in
+``loss.item()`` or ``x.to(device)``. So while collectives are under way there, a thread looks for
+what has ended the generation, and closes the links. At the time limit of its group, NCCL's watchdog
+ends the process, with no error in Python. It counts from the launch, and so the time of a slow
+device, too. So backends of accelerators get more time than the link, and the thread gives up first.
+
 Note [What a backend takes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Contiguous tensors on the devices for which the group has a backend. Gloo adds float16 and bfloat16
@@ -28,6 +40,7 @@ that control and buckets go through the same link.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import datetime
 import functools
@@ -37,6 +50,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -68,6 +82,9 @@ _SHORTEST = 0.001
 # Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
 # wait for it.
 _MARGIN = 0.15
+# Seconds that remain on accelerators after twice the time limit of the link: until it is given up,
+# and from then until the backend ends the process. See Note [Time limits on accelerators].
+_PATIENCE = 10.0
 # How many collectives are remembered, should a backend not tell that they have ended.
 _KEPT = 256
 # The code of a success in torch's ``WorkResult``.
@@ -165,12 +182,17 @@ class ProcessLink:
             raise ValueError(f"timeout is a positive number of seconds, but got {timeout}")
         parent = parent_group(group)
         self.rank, self.world_size = parent.rank(), parent.size()
-        self.timeout = timeout_of(parent) if timeout is None else timeout
+        limit = timeout_of(parent)
+        self.timeout = limit if timeout is None else timeout
+        self._connecting_timeout = max(limit, self.timeout)
+        # The devices that can launch collectives.
+        self._connected: set[torch.device] = set()
         #: How many collectives were launched, by operation.
         self.launched: Counter[str] = Counter()
         self._error = ""
         self._launching = threading.Lock()
         self._failing = threading.Lock()
+        self._watching, self._is_watched = threading.Lock(), False
         # See Note [Late failures].
         self._under_way: deque[Pending] = deque(maxlen=_KEPT)
         self._failures = failures_of(parent)
@@ -267,6 +289,23 @@ class ProcessLink:
                 # Whatever else was launched has no result, either.
                 self._under_way.clear()
                 raise self.failed(pending.where, pending.started, reason)
+
+    def forget(self) -> None:
+        """Raise no late error for what is under way."""
+        self._under_way.clear()
+
+    def _watch(self) -> None:
+        """Give up where a process has failed, until all that is under way has ended."""
+        while True:
+            time.sleep(SLICE)
+            with self._watching:
+                pending = next((each for each in tuple(self._under_way) if not each.done()), None)
+                if pending is None or self.broken:
+                    self._is_watched = False
+                    return
+            timed_out = time.monotonic() - pending.started > 2 * self.timeout + _PATIENCE
+            if timed_out or self._failures.has_lost_another():
+                self.failed(pending.where, pending.started, timed_out=timed_out)
 
     def _unusable(self) -> CollectiveError:
         error = CollectiveError(
@@ -369,6 +408,9 @@ class ProcessLink:
             started = time.monotonic()
             if self.broken:
                 raise self.failed(where, started)
+            if _devices.is_accelerator(sent.device) and sent.device not in self._connected:
+                self._connect(sent.device)
+                self._connected.add(sent.device)
             self.launched[operation] += 1
             try:
                 work = start(self.group)
@@ -377,12 +419,47 @@ class ProcessLink:
         assert work is not None, "only processes outside of the group get nothing"
         pending = Pending(self, where, work, sent, target)
         if _devices.is_accelerator(sent.device):
-            self._under_way.append(pending)
+            with self._watching:
+                self._under_way.append(pending)
+                starts, self._is_watched = not self._is_watched, True
+            if starts:
+                threading.Thread(target=self._watch, name="dataparallel-watch", daemon=True).start()
         return pending
 
-    def wait_in_slices(self, where: str, started: float, wait: Callable[[float], object]) -> None:
+    def _connect(self, device: torch.device) -> None:
+        """Make the communicator of a device; a collective call."""
+        backend = torch_internals.group_backend(self.group, device)
+        made: Future[None] = Future()
+
+        def connect() -> None:
+            try:
+                made.set_result(backend.eager_connect_single_device(device))
+            except Exception as error:
+                made.set_exception(error)
+
+        def wait(seconds: float) -> bool:
+            if concurrent.futures.wait([made], seconds).done:
+                made.result()
+                return True
+            # Nothing else ends the wait for one that has come to the link, and not here.
+            if self._failures.has_lost_another():
+                raise RuntimeError("another process has failed")
+            return False
+
+        interpreter_end.run_beside(connect, "dataparallel-connect")
+        where = f"the making of the communicator of {device} for {self._purpose!r}"
+        self.wait_in_slices(where, time.monotonic(), wait, self._connecting_timeout)
+
+    def wait_in_slices(
+        self,
+        where: str,
+        started: float,
+        wait: Callable[[float], object],
+        timeout: float | None = None,
+    ) -> None:
         """Wait for a collective. All waits come here."""
-        deadline = time.monotonic() + self.timeout + _MARGIN
+        timeout = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + timeout + _MARGIN
         while True:
             remaining = deadline - time.monotonic()
             try:
@@ -435,6 +512,12 @@ def _make_group(parent: dist.ProcessGroup, name: str, timeout: float) -> dist.Pr
         timeout=datetime.timedelta(seconds=timeout),
         group_desc=f"{OWN}{name}",
     )
+    limit = datetime.timedelta(seconds=2 * (timeout + _PATIENCE))
+    host = torch_internals.group_backend(group, _HOST).name()
+    for device in torch_internals.group_devices(group):
+        # Gloo is one backend for all devices, and has no watchdog.
+        if torch_internals.group_backend(group, device).name() != host:
+            torch_internals.set_time_limit(group, device, limit)
     return group
 
 

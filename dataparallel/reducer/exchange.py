@@ -239,10 +239,16 @@ class ReducerProcesses:
         """Raise the error of a collective that has failed when nobody waited any more."""
         self._failures.check_late()
 
+    def forget_buckets(self) -> None:
+        """Raise no error for buckets: that of their round or vote has told of them."""
+        for link in self._links[:1]:
+            link.forget()
+
     def report(self, error: BaseException, kind: str = "raised") -> None:
         """Let the others know that a round has failed here, and use the links no more."""
         # First: telling may be interrupted.
         self._has_failed = True
+        self.forget_buckets()
         if self._links:
             self.control.report(error, _DOING[kind], kind=kind)
 

@@ -173,6 +173,8 @@ class Reducer:
             answer = self._vote.read()
         except Exception:
             self._vote = None
+            if self.processes is not None:
+                self.processes.forget_buckets()
             raise
         # Not before: after Ctrl-C it is read again.
         self._vote = None

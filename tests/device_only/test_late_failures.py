@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import pathlib
 import time
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dataparallel import checkpoint
+from dataparallel import checkpoint, torch_internals
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink
 from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster, RankDied
+from tests.device_only.backend import take_records
 from tests.device_only.cases import (
     State,
     check,
@@ -31,29 +33,42 @@ from tests.device_only.cases import (
 LOST = (CollectiveError, CollectiveTimeout, checkpoint.CheckpointError)
 
 
+def connected(purpose: str, here: str, timeout: float = 20.0) -> ProcessLink:
+    """A link that has a communicator for a device."""
+    link = ProcessLink(timeout=timeout, purpose=purpose)
+    link.all_reduce(torch.ones(3, device=here), what="the first tensor").wait()
+    return link
+
+
 def late(link: ProcessLink, here: str) -> None:
-    """A collective to which the other process does not come: fails after the wait for it."""
+    """A collective to which the other process does not come: fails after the wait for it.
+
+    With NCCL this is what TORCH_NCCL_ASYNC_ERROR_HANDLING=2 does, which ends no process.
+    """
+    device = torch.device(here)
+    torch_internals.set_time_limit(link.group, device, datetime.timedelta(seconds=1))
     with torch.Stream(here):
         pending = link.all_reduce(torch.ones(3, device=here), what="a tensor")
         pending.wait()
     assert not pending.done(), "the host does not wait"
     while not pending.done():
         time.sleep(0.05)
+    (kill,) = take_records().kills
+    assert "ALLREDUCE" in kill and link.name in kill
 
 
 def fail_late(rank: int, size: int, then: str, folder: str) -> str:
     """Rank 0 alone launches; then both go on with something else."""
     here = f"virtual:{rank}"
     model = wrap(make_net(), rank)
-    link = ProcessLink(timeout=1, purpose="extra")
+    link = connected("extra", here)
     if rank == 0:
         late(link, here)
-    elif then == "the same link":
-        # The other one has failed by then; else this would be what it waits for.
-        time.sleep(2)
     try:
         if then == "the same link":
-            link.all_reduce(torch.ones(3, device=here), what="another one").wait()
+            if rank == 0:
+                link.all_reduce(torch.ones(3, device=here), what="another one").wait()
+            link.all_gather_json(rank, what="ranks")
         elif then == "another link":
             model.check_replicas()
         elif then == "a checkpoint":
@@ -71,14 +86,14 @@ def fail_late(rank: int, size: int, then: str, folder: str) -> str:
 def test_whoever_comes_next_is_told(cluster: Cluster, tmp_path: pathlib.Path, then: str) -> None:
     texts = cluster.run(fail_late, 2, then, str(tmp_path), virtual=True, backend="vccl")
     for text in texts:
-        assert "all_reduce of a tensor (collective 1)" in text and "'extra'" in text, text
+        assert "all_reduce of a tensor (collective 2)" in text and "'extra'" in text, text
 
 
 def fail_both(rank: int, size: int) -> tuple[str, State]:
     """Each rank launches where the other does not come; rank 1 hears of rank 0's failure first."""
     here = f"virtual:{rank}"
     model = wrap(make_net(), rank)
-    links = [ProcessLink(timeout=1, purpose=name) for name in ("left", "right")]
+    links = [connected(name, here) for name in ("left", "right")]
     late(links[rank], here)
     time.sleep(rank)
     text = "no error"
@@ -104,7 +119,7 @@ def test_new_links_let_nothing_be_forgotten(cluster: Cluster) -> None:
 def give_up_what_is_under_way(rank: int, size: int) -> str:
     """Rank 0 has launched what rank 1 does not come to, with a minute left for it."""
     here = f"virtual:{rank}"
-    link = ProcessLink(timeout=60, purpose="extra")
+    link = connected("extra", here, timeout=60)
     reason = ""
     if rank == 0:
         with torch.Stream(here):

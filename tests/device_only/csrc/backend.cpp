@@ -9,12 +9,15 @@
 #include <torch/python.h>
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 
 #include <c10/core/StreamGuard.h>
 
-#include <atomic>
+#include <unistd.h>
+
 #include <deque>
 #include <memory>
+#include <set>
 #include <thread>
 
 namespace device_only {
@@ -76,6 +79,8 @@ class DeviceOnly final : public Backend {
   // `parent`: what the communicator is split from, or nothing.
   DeviceOnly(
       c10::intrusive_ptr<Backend> gloo,
+      c10::intrusive_ptr<Store> store,
+      std::string name,
       int rank,
       int size,
       std::chrono::milliseconds timeout,
@@ -85,7 +90,11 @@ class DeviceOnly final : public Backend {
         comm_(std::make_shared<Communicator>()),
         parent_(std::move(parent)) {
     comm_->gloo = std::move(gloo);
+    comm_->store = std::move(store);
+    comm_->name = std::move(name);
     comm_->rank = rank;
+    comm_->size = size;
+    comm_->limit = timeout.count();
     driver_ = std::thread([this] { drive(); });
   }
   ~DeviceOnly() override {
@@ -106,9 +115,9 @@ class DeviceOnly final : public Backend {
   }
   void setTimeout(std::chrono::milliseconds timeout) override {
     comm_->gloo->setTimeout(timeout);
+    comm_->limit = timeout.count();
   }
-  // Waits for kernels, as NCCL's: one whose peer never comes ends by abort(), or by the time limit
-  // that NCCL's kernels do not have.
+  // Waits for kernels, as NCCL's: one whose peer never comes ends by abort(), or by the watchdog.
   void shutdown() override {
     {
       const auto released = without_lock();
@@ -139,8 +148,8 @@ class DeviceOnly final : public Backend {
   bool supportsSplitting() const override {
     return true;
   }
-  void eagerConnectSingleDevice(at::Device) override {
-    split();
+  void eagerConnectSingleDevice(at::Device device) override {
+    connect(device);
   }
   // Every process of the parent takes part when a communicator is split from it, also those that
   // are not in the new one.
@@ -154,7 +163,8 @@ class DeviceOnly final : public Backend {
 
   WorkPtr allreduce(Tensors& tensors, const AllreduceOptions& options) override {
     check_one(tensors);
-    return launch(OpType::ALLREDUCE, tensors, {}, [=, this](auto& written, auto&) {
+    const auto how = c10::str(" of kind ", static_cast<int>(options.reduceOp.op_));
+    return launch(OpType::ALLREDUCE, how, tensors, {}, [=, this](auto& written, auto&) {
       const bool average = options.reduceOp == ReduceOp::AVG;
       auto plain = options;
       plain.reduceOp = average ? ReduceOp(ReduceOp::SUM) : options.reduceOp;
@@ -168,7 +178,8 @@ class DeviceOnly final : public Backend {
   }
   WorkPtr broadcast(Tensors& tensors, const BroadcastOptions& options) override {
     check_one(tensors);
-    return launch(OpType::BROADCAST, tensors, {}, [=, this](auto& written, auto&) {
+    const auto how = c10::str(" from rank ", options.rootRank);
+    return launch(OpType::BROADCAST, how, tensors, {}, [=, this](auto& written, auto&) {
       Tensors sent{flat(written[0])};
       complete(gloo().broadcast(sent, options));
     });
@@ -178,7 +189,7 @@ class DeviceOnly final : public Backend {
       Tensors& inputs,
       const AllgatherOptions& options) override {
     check_one(inputs);
-    return launch(OpType::ALLGATHER, outputs[0], inputs, [=, this](auto& written, auto& read) {
+    return launch(OpType::ALLGATHER, "", outputs[0], inputs, [=, this](auto& written, auto& read) {
       std::vector<Tensors> results{written};
       Tensors sent{read[0].contiguous()};
       complete(gloo().allgather(results, sent, options));
@@ -188,7 +199,7 @@ class DeviceOnly final : public Backend {
       at::Tensor& output,
       at::Tensor& input,
       const AllgatherOptions& options) override {
-    return launch(OpType::_ALLGATHER_BASE, {output}, {input}, [=, this](auto& to, auto& from) {
+    return launch(OpType::_ALLGATHER_BASE, "", {output}, {input}, [=, this](auto& to, auto& from) {
       at::Tensor result = to[0], sent = from[0].contiguous();
       complete(gloo()._allgather_base(result, sent, options));
     });
@@ -199,7 +210,7 @@ class DeviceOnly final : public Backend {
       std::vector<int64_t>& gets,
       std::vector<int64_t>& gives,
       const AllToAllOptions& options) override {
-    return launch(OpType::ALLTOALL_BASE, {output}, {input}, [=, this](auto& to, auto& from) {
+    return launch(OpType::ALLTOALL_BASE, "", {output}, {input}, [=, this](auto& to, auto& from) {
       at::Tensor result = to[0], sent = from[0].contiguous();
       auto received = gets, given = gives;
       complete(gloo().alltoall_base(result, sent, received, given, options));
@@ -221,24 +232,51 @@ class DeviceOnly final : public Backend {
     work->wait();
   }
 
-  void split() {
-    if (parent_ && !is_split_.exchange(true)) {
+  // Made at the first collective of a device: the host waits for all ranks, without a time limit.
+  void connect(c10::Device device) {
+    std::lock_guard<std::mutex> turn(connecting_);
+    if (connected_.count(device.index())) {
+      return;
+    }
+    if (parent_ && connected_.empty()) {
       parent_->take_part_in_split();
     }
+    const auto start = std::chrono::steady_clock::now();
+    const auto least = std::chrono::milliseconds(habits().setup);
+    const auto process = habits().physical ? std::string() : c10::str(" of process ", getpid());
+    const auto here = c10::str(device, process);
+    const auto all = comm_->meet(c10::str("setup/", connected_.size()), here, [] {});
+    for (int i = 0; i < getSize(); ++i) {
+      TORCH_CHECK(
+          i == getRank() || all[i] != here,
+          "vccl: Duplicate GPU detected : rank ", getRank(), " and rank ", i, " both on ", here);
+    }
+    while (std::chrono::steady_clock::now() < start + least) {
+      std::unique_lock<std::mutex> lock(comm_->mutex);
+      TORCH_CHECK(comm_->failure.empty(), "communicator was aborted: ", comm_->failure);
+      comm_->changed.wait_for(lock, std::chrono::milliseconds(1));
+    }
+    connected_.insert(device.index());
   }
 
-  WorkPtr launch(OpType kind, const Tensors& written, const Tensors& read, Body body) {
+  std::string describe(OpType kind, const std::string& how, const at::Tensor& tensor) const {
+    auto text = c10::str(opTypeToString(kind), how, " of ", tensor.scalar_type());
+    // Pieces may differ.
+    return kind == OpType::ALLTOALL_BASE ? text : c10::str(text, " ", tensor.sizes());
+  }
+
+  WorkPtr launch(
+      OpType kind, const std::string& how, const Tensors& written, const Tensors& read, Body body) {
     Tensors all(written);
     all.insert(all.end(), read.begin(), read.end());
     const auto device = checked_device(all);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::VirtualGuardImpl impl(kVirtual);
+    connect(device);
     auto collective = std::make_shared<Collective>();
     collective->comm = comm_;
-    collective->body = [this, body](const Tensors& to, const Tensors& from) {
-      split();
-      body(to, from);
-    };
+    collective->body = std::move(body);
+    collective->description = describe(kind, how, written[0]);
     auto work = c10::make_intrusive<StreamWork>(getRank(), kind, written, device, collective);
     std::lock_guard<std::mutex> order(launching_);
     const c10::Stream stream = stream_of(device);
@@ -258,6 +296,9 @@ class DeviceOnly final : public Backend {
           comm_->failure);
       TORCH_CHECK(!stopping_, "vccl: the process group was destroyed");
       collective->turn = comm_->launched++;
+      std::lock_guard<std::mutex> noting(habits().mutex);
+      habits().launches.emplace_back(
+          device.index(), comm_->name, collective->turn, collective->description);
     }
     Handle handle(new std::shared_ptr<Collective>(collective));
     try {
@@ -347,7 +388,9 @@ class DeviceOnly final : public Backend {
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Communicator> comm_;
   c10::intrusive_ptr<DeviceOnly> parent_;
-  std::atomic<bool> is_split_{false};
+  std::mutex connecting_;
+  // Devices that have a communicator.
+  std::set<c10::DeviceIndex> connected_;
   std::mutex launching_;
   std::unordered_map<c10::DeviceIndex, c10::Stream> streams_;
   // These two under comm_->mutex.
@@ -373,15 +416,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<DeviceOnly, c10::intrusive_ptr<DeviceOnly>, Backend>(module, "DeviceOnly")
       .def(py::init<
            c10::intrusive_ptr<Backend>,
+           c10::intrusive_ptr<Store>,
+           std::string,
            int,
            int,
            std::chrono::milliseconds,
            c10::intrusive_ptr<DeviceOnly>>())
       .def_property_readonly("options", &DeviceOnly::getBackendOptions)
+      .def("_set_default_timeout", &DeviceOnly::setTimeout)
       .def(
           "perform_nocolor_split",
           [](DeviceOnly& self, const at::Device&) { self.take_part_in_split(); },
           py::call_guard<py::gil_scoped_release>());
+  module.def("set_habits", [](int64_t setup, bool physical) {
+    habits().setup = setup;
+    habits().physical = physical;
+  });
+  module.def("take_records", [] {
+    std::lock_guard<std::mutex> lock(habits().mutex);
+    return std::make_pair(
+        std::exchange(habits().kills, {}), std::exchange(habits().launches, {}));
+  });
 }
 
 }  // namespace device_only

@@ -3,15 +3,19 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <string>
+#include <tuple>
 
 namespace device_only {
 
@@ -20,23 +24,73 @@ constexpr auto kVirtual = c10::DeviceType::PrivateUse1;
 using Tensors = std::vector<at::Tensor>;
 using Body = std::function<void(const Tensors& written, const Tensors& read)>;
 
+// What this process does that hardware would not forgive, for the tests to read.
+struct Habits {
+  std::mutex mutex;
+  // Collectives after whose time limit NCCL's watchdog would have ended the process.
+  std::vector<std::string> kills;
+  // Launches, in their order: the device, the name of the communicator, the number, a description.
+  std::vector<std::tuple<int, std::string, int64_t, std::string>> launches;
+  // Milliseconds that making a communicator takes at least.
+  std::atomic<int64_t> setup{0};
+  // True if devices of one number are one device, in whatever process.
+  std::atomic<bool> physical{true};
+};
+
+inline Habits& habits() {
+  static auto* all = new Habits();
+  return *all;
+}
+
 // Collectives run in the order in which they were launched, on whatever device and by whatever
 // thread: gloo, which carries the data, matches them by their order.
 struct Communicator {
   c10::intrusive_ptr<c10d::Backend> gloo;
+  c10::intrusive_ptr<c10d::Store> store;
+  std::string name;
   int rank = 0;
+  int size = 1;
+  std::atomic<int64_t> limit{0};
   std::mutex mutex;
   std::condition_variable changed;
   int64_t launched = 0;
   int64_t finished = 0;
   // Why there are no more collectives; empty as long as all went well.
   std::string failure;
+
+  // What all ranks say about one thing, as soon as all have come to it. One that does not come is
+  // waited for until abort(), or as long as `goes_on` says.
+  std::vector<std::string> meet(
+      const std::string& what, const std::string& said, const std::function<void()>& goes_on) {
+    std::vector<std::string> keys;
+    for (int i = 0; i < size; ++i) {
+      keys.push_back(c10::str(what, "/", i));
+    }
+    store->set(keys[rank], std::vector<uint8_t>(said.begin(), said.end()));
+    auto pause = std::chrono::microseconds(100);
+    while (!store->check(keys)) {
+      std::unique_lock<std::mutex> lock(mutex);
+      TORCH_CHECK(failure.empty(), "communicator was aborted: ", failure);
+      changed.wait_for(lock, pause);
+      lock.unlock();
+      goes_on();
+      pause = std::min(2 * pause, std::chrono::microseconds(5000));
+    }
+    std::vector<std::string> found;
+    for (const auto& key : keys) {
+      const auto value = store->get(key);
+      found.emplace_back(value.begin(), value.end());
+    }
+    return found;
+  }
 };
 
 struct Collective {
   std::shared_ptr<Communicator> comm;
   int64_t turn = 0;
   Body body;
+  std::string description;
+  std::chrono::steady_clock::time_point launched = std::chrono::steady_clock::now();
   c10::Event end{kVirtual};
   // How it has ended, as c10d::WorkResult.
   c10::intrusive_ptr<c10::ivalue::Future> result =
@@ -58,11 +112,37 @@ struct Collective {
     }
     try {
       TORCH_CHECK(failure.empty(), "communicator was aborted on rank ", comm->rank, ": ", failure);
+      meet();
       body(written, read);
       finish(nullptr, "");
     } catch (const std::exception& error) {
       finish(std::current_exception(), error.what());
     }
+  }
+
+  // NCCL's kernel waits for its peers for ever, and finds no difference in what they launched.
+  void meet() const {
+    const auto said = comm->meet(c10::str("launch/", turn), description, [this] { watch(); });
+    for (int i = 0; i < comm->size; ++i) {
+      TORCH_CHECK(
+          said[i] == description,
+          "vccl: ranks launched different collectives as number ", turn, " of '", comm->name,
+          "': rank ", comm->rank, " ", description, ", rank ", i, " ", said[i]);
+    }
+  }
+
+  // The time limit, at which the watchdog ends the process. Here the collective ends.
+  void watch() const {
+    const auto since = std::chrono::steady_clock::now() - launched;
+    if (since < std::chrono::milliseconds(comm->limit)) {
+      return;
+    }
+    const auto text = c10::str(description, ", number ", turn, " of '", comm->name, "'");
+    {
+      std::lock_guard<std::mutex> lock(habits().mutex);
+      habits().kills.push_back(text);
+    }
+    TORCH_CHECK(false, "the watchdog would have ended the process: timed out: ", text);
   }
 
   void finish(std::exception_ptr what, const std::string& text) {
