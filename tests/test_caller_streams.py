@@ -322,6 +322,14 @@ def on_others(sides: Sequence[int]) -> Iterator[list[torch.Stream]]:
         current.wait_stream(stream)
 
 
+def twice_gradients(model: nn.Module) -> list[Tensor]:
+    """Use gradients, which were allocated on other streams, and are freed on others."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad in grads:
+        devices.record_stream(grad, devices.current_stream(grad.device))
+    return [grad * 2 for grad in grads]
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize(
     "wrap", [as_is, DataParallel, to_the_host, DistributedDataParallel, guarded]
@@ -344,7 +352,7 @@ def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequenc
                 with on_others(sides):
                     loss.backward()
                     # Gradients are ready where backward was called.
-                    results += [p.grad * 2 for p in model.parameters() if p.grad is not None]
+                    results += twice_gradients(model)
                 del loss, penalty
                 # Memory that was freed too early shows where its stream goes on.
                 with devices.use_streams(streams):
@@ -352,7 +360,7 @@ def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequenc
                         torch.ones(1, device=stream.device)
             with on_others(sides):
                 optimizer.step()
-                results += [p.grad * 2 for p in model.parameters() if p.grad is not None]
+                results += twice_gradients(model)
         getattr(model, "close", int)()
         return [t.detach().cpu() for t in (*results, *model.parameters())]
 

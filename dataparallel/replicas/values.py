@@ -304,7 +304,9 @@ class Values:
         copies, home = [place.copies[i] for i in indices], originals[0].device
         if self._reference is None or indices != self._compared:
             self._compared = indices
-            self._reference = checksum(copies, originals).to(home, non_blocking=True)
+            # The host reads it at once if that is where the originals are.
+            later = devices.is_accelerator(home)
+            self._reference = checksum(copies, originals).to(home, non_blocking=later)
         if self._dtype is not None:
             originals = [o.to(copy.dtype) for o, copy in zip(originals, copies, strict=True)]
         differs = (checksum(originals, copies) != self._reference).any()
