@@ -31,7 +31,8 @@ from dataparallel.kernels.cache_folder import (
 
 __all__ = ["NativeExtension", "cache_directory"]
 
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-w")
+#: Without NDEBUG, some of torch's classes have members that those of its libraries have not.
+_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-w")
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.Lock()

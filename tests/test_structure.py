@@ -82,7 +82,7 @@ MOST_LINES = {
     "__init__": 150,
     "__main__": 50,
     "distributed_autograd": 3550,
-    "virtual": 5000,
+    "virtual": 5450,
 }
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -15,6 +15,7 @@ from dataparallel.virtual.backend import (
     enable,
     enable_from_environment,
     is_enabled,
+    set_schedule,
 )
 from dataparallel.virtual.controls import (
     check_races,
@@ -42,6 +43,7 @@ __all__ = [
     "reset_counters",
     "set_check_races",
     "set_memory_limit",
+    "set_schedule",
     "set_strict",
     "strict_mode",
 ]

@@ -21,6 +21,7 @@ _NAME = "virtual"
 _DEVICES_VARIABLE = "DATAPARALLEL_VIRTUAL_DEVICES"
 _STRICT_VARIABLE = "DATAPARALLEL_VIRTUAL_STRICT"
 _RACES_VARIABLE = "DATAPARALLEL_VIRTUAL_RACES"
+_SCHEDULE_VARIABLE = "DATAPARALLEL_VIRTUAL_SCHEDULE"
 _MAX_DEVICES = 64
 
 _lock = threading.Lock()
@@ -44,6 +45,8 @@ class Extension(Protocol):
     def set_strict(self, value: bool) -> None: ...
     def checks_races(self) -> bool: ...
     def set_checks_races(self, value: bool) -> None: ...
+    def raise_late(self) -> None: ...
+    def set_schedule(self, seed: int | None) -> None: ...
     def in_forked_child(self) -> bool: ...
     def counters(self, device: int) -> dict[str, int]: ...
     def reset_counters(self, device: int) -> None: ...
@@ -115,7 +118,13 @@ def device_count() -> int:
     return 0 if _loaded is None else _loaded.device_count()
 
 
-def enable(n: int = 4, *, strict: bool | None = None, races: bool | None = None) -> None:
+def enable(
+    n: int = 4,
+    *,
+    strict: bool | None = None,
+    races: bool | None = None,
+    schedule: int | None = None,
+) -> None:
     """Add ``n`` virtual devices, ``virtual:0`` to ``virtual:{n-1}``, to this process.
 
     The first call on a machine compiles the backend, which takes about 20 seconds. Later processes
@@ -132,10 +141,13 @@ def enable(n: int = 4, *, strict: bool | None = None, races: bool | None = None)
             the environment variable ``DATAPARALLEL_VIRTUAL_STRICT`` (0 or 1), else no.
         races: True if races are errors, see ``check_races``. Default: the environment variable
             ``DATAPARALLEL_VIRTUAL_RACES`` (0 or 1), else as ``strict``.
+        schedule: Seed of the order in which streams run, see ``set_schedule``. Default: the
+            environment variable ``DATAPARALLEL_VIRTUAL_SCHEDULE``, else none.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is out of range, or an environment variable is neither 0 nor 1.
+        TypeError: ``n`` or ``schedule`` is not an int.
+        ValueError: ``n`` or ``schedule`` is out of range, or an environment variable is not what it
+            must be: 0 or 1, or a seed.
         RuntimeError: Another number of devices is enabled already, a backward has run in the
             process before, another package has registered an accelerator of its own, or the backend
             cannot be compiled.
@@ -149,6 +161,7 @@ def enable(n: int = 4, *, strict: bool | None = None, races: bool | None = None)
             _register(n)
             strict = _flag(_STRICT_VARIABLE) if strict is None else strict
             races = _flag(_RACES_VARIABLE) if races is None else races
+            schedule = _seed() if schedule is None else schedule
         elif _loaded.device_count() != n:
             raise RuntimeError(
                 f"{_loaded.device_count()} virtual devices are enabled already, and a process "
@@ -158,6 +171,38 @@ def enable(n: int = 4, *, strict: bool | None = None, races: bool | None = None)
             required().set_strict(bool(strict))
         if races is not None:
             required().set_checks_races(bool(races))
+        if schedule is not None:
+            set_schedule(schedule)
+
+
+def set_schedule(seed: int | None) -> None:
+    """Let streams run in an order that a seed chooses among those that the program allows.
+
+    Each seed lets other streams run ahead of others, and further; they always run behind what they
+    wait for. So a wait that is missing gives wrong results under some seeds. In strict mode that
+    holds for default streams, too. A program of one thread runs in the same order again.
+
+    Example::
+
+        for seed in range(20):
+            dataparallel.virtual.set_schedule(seed)
+            with dataparallel.virtual.strict_mode(), dataparallel.virtual.check_races(False):
+                train_step()
+        dataparallel.virtual.set_schedule(None)
+
+    Args:
+        seed: At least 0. None: streams run when somebody waits for them, which is so at the start.
+
+    Raises:
+        RuntimeError: Virtual devices are not enabled.
+        TypeError: ``seed`` is neither an int nor None.
+        ValueError: ``seed`` is negative, or has more than 64 bits.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"the seed of a schedule is an int or None, got {seed!r}")
+    if seed is not None and not 0 <= seed < 1 << 64:
+        raise ValueError(f"the seed of a schedule must be at least 0 and below 2**64, got {seed}")
+    required().set_schedule(seed)
 
 
 def enable_from_environment() -> None:
@@ -191,6 +236,15 @@ def _flag(variable: str) -> bool | None:
     return text == "1" if text else None
 
 
+def _seed() -> int | None:
+    text = os.environ.get(_SCHEDULE_VARIABLE, "").strip()
+    if text and (not text.isdecimal() or int(text) >= 1 << 64):
+        raise ValueError(
+            f"{_SCHEDULE_VARIABLE} must be a number of at least 0 and below 2**64, got {text!r}"
+        )
+    return int(text) if text else None
+
+
 def _register(n: int) -> None:
     global _loaded
     other = torch_internals.privateuse1_name()
@@ -201,6 +255,7 @@ def _register(n: int) -> None:
         )
     for variable in (_STRICT_VARIABLE, _RACES_VARIABLE):
         _flag(variable)  # Complain before anything is registered.
+    _seed()
     from dataparallel.virtual import device_module
 
     extension = cast(Extension, native_extension().load())
@@ -218,6 +273,7 @@ def _register(n: int) -> None:
     torch_internals.keep_parameters_between(_NAME)
     _loaded = extension
     atexit.register(_let_engine_threads_finish)
+    atexit.register(extension.raise_late)  # Python prints it.
 
 
 def _let_engine_threads_finish() -> None:

@@ -176,7 +176,7 @@ def check_races(value: bool = True) -> Iterator[None]:
     Two operations race where they use the same memory, one of them writes, and neither waits for
     the other. The second one raises a RuntimeError, which names both; nothing has to go wrong for
     that. Memory may race, too: freed while a stream may still use it that was not recorded, it can
-    be handed out again. The next operation on the stream that owns it raises then.
+    be handed out again. The next operation or wait raises then, or the end of the block.
 
     Example::
 
@@ -193,6 +193,7 @@ def check_races(value: bool = True) -> Iterator[None]:
     set_check_races(value)
     try:
         yield
+        required().raise_late()
     finally:
         set_check_races(before)
 
@@ -251,6 +252,7 @@ def strict_mode(value: bool = True) -> Iterator[None]:
     set_strict(value)
     try:
         yield
+        required().raise_late()
     finally:
         set_strict(before[0])
         set_check_races(before[1])

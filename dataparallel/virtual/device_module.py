@@ -176,8 +176,17 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with stream:
-        yield
+    with device(stream.device):
+        # Not `with stream`, which keeps what was current in the object, for all threads together.
+        before = current_stream(stream.device)
+        set_stream(stream)
+        try:
+            yield
+        finally:
+            set_stream(before)
+
+
+_on_stream = stream
 
 
 def is_current_stream_capturing() -> bool:
@@ -219,7 +228,7 @@ def graph(
 ) -> Iterator[None]:
     """Record what is queued within a block, on ``stream`` or one of its own."""
     synchronize()
-    with stream or Stream():
+    with _on_stream(stream or Stream()):
         graph.capture_begin(pool)
         try:
             yield

@@ -92,6 +92,10 @@ assert "dataparallel.virtual.device_module" not in sys.modules
 fails(RuntimeError, v.pending)
 fails(ValueError, lambda: v.enable(2))
 os.environ["DATAPARALLEL_VIRTUAL_STRICT"] = "0"
+for seed in ("seven", "-1", str(1 << 64)):
+    os.environ["DATAPARALLEL_VIRTUAL_SCHEDULE"] = seed
+    fails(ValueError, lambda: v.enable(2))
+os.environ["DATAPARALLEL_VIRTUAL_SCHEDULE"] = ""
 fails(RuntimeError, lambda: v.enable(2))
 assert not v.is_enabled()
 del os.environ["DATAPARALLEL_CACHE_DIR"]
@@ -106,10 +110,15 @@ print(torch.ones(1, device="virtual").item())
         CXX="/nonexistent",
     )
     assert done.returncode == 0, done.stderr
-    other, first, second, third, last = done.stdout.splitlines()
+    other, first, second, *seeds, third, last = done.stdout.splitlines()
     assert "the accelerator backend 'other' is registered already" in other
     assert "call dataparallel.virtual.enable() first" in first
     assert second == "DATAPARALLEL_VIRTUAL_STRICT must be 0 or 1, got 'yes'"
+    for told, seed in zip(seeds, ("seven", "-1", 1 << 64), strict=True):
+        assert told == (
+            "DATAPARALLEL_VIRTUAL_SCHEDULE must be a number of at least 0 and below 2**64, "
+            f"got '{seed}'"
+        )
     assert third.startswith("cannot compile the virtual device: CXX is '/nonexistent', and there")
     assert last == "1.0"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from dataparallel import virtual as virtual_devices
 from dataparallel.virtual import check_races, checks_races, strict_mode
 from dataparallel.virtual import device_module as virtual
+from tests.virtual.oracle import run_python
 
 RACE = r"^race on virtual:\d: nothing orders two uses of the same memory"
 
@@ -162,6 +164,9 @@ def test_an_event_covers_what_came_before_it_alone(stream: torch.Stream) -> None
         lambda x: x.view(-1)[9::4].add_(1),
         lambda x: x.new_empty(3),
         lambda x: torch.zeros_like(x),
+        lambda x: x.new_zeros(2),
+        lambda x: x.detach().resize_(2, 2),
+        lambda x: x.is_set_to(x),
         lambda x: x.detach().view(-1),
     ],
 )
@@ -229,6 +234,59 @@ def test_memory_freed_while_a_stream_uses_it(stream: torch.Stream, how: str) -> 
     virtual.synchronize(0)
 
 
+def free_too_early(stream: torch.Stream) -> None:
+    """Nothing is launched afterwards on the stream that owns the memory."""
+    x = ones()
+    stream.wait_stream(default())
+    with stream:
+        x * 2
+
+
+TOLD: dict[str, Callable[[torch.Stream], object]] = {
+    "launch on the same stream": lambda stream: launch_on(stream),
+    "launch on another device": lambda _: ones("virtual:1"),
+    "wait for the stream": lambda stream: stream.synchronize(),
+    "wait for the device": lambda _: virtual.synchronize(0),
+    "wait for an event": lambda stream: stream.record_event().synchronize(),
+    "wait for another device": lambda _: virtual.synchronize(1),
+}
+
+
+def launch_on(stream: torch.Stream) -> None:
+    with stream:
+        torch.zeros(3, device="virtual:0")
+
+
+@pytest.mark.parametrize("how", TOLD)
+@pytest.mark.parametrize("strict", [False, True])
+def test_early_free_is_told_wherever_the_program_goes_on(
+    stream: torch.Stream, how: str, strict: bool
+) -> None:
+    with strict_mode(strict), check_races():
+        free_too_early(stream)
+        with pytest.raises(RuntimeError, match=FREED):
+            TOLD[how](stream)
+        virtual_devices.set_check_races(True)
+        TOLD["wait for the device"](stream)
+
+
+def test_early_free_is_told_at_the_end_of_a_block_and_of_the_process(stream: torch.Stream) -> None:
+    with check_races(False), pytest.raises(RuntimeError, match=FREED), check_races():
+        free_too_early(stream)
+    ended = run_python(
+        """
+        import torch, dataparallel.virtual
+        dataparallel.virtual.enable(1, races=True)
+        x, stream = torch.ones(3, device="virtual:0"), torch.Stream("virtual:0")
+        stream.wait_stream(torch.virtual.current_stream())
+        with stream:
+            x * 2
+        del x
+        """
+    )
+    assert "race on virtual:0: memory was freed" in ended.stderr, ended
+
+
 def test_memory_may_be_in_use_when_it_is_allocated(stream: torch.Stream) -> None:
     ones().add_(1)
     x, y = (torch.empty(4, device="virtual:0") for _ in range(2))
@@ -238,6 +296,72 @@ def test_memory_may_be_in_use_when_it_is_allocated(stream: torch.Stream) -> None
     with stream:
         y.fill_(1)
     virtual.synchronize(0)
+
+
+# --- memory of the host --------------------------------------------------------------------------
+
+ON_HOST: dict[str, tuple[bool, Callable[[Tensor, Tensor], object]]] = {
+    # True if it races, where the tensor's memory is written, or read, by a copy on a stream.
+    "item": (True, lambda p, x: p[1].item()),
+    "an operator": (True, lambda p, x: p + 1),
+    "a copy": (True, lambda p, x: torch.empty(4).copy_(p)),
+    "an operator of many": (True, lambda p, x: torch._foreach_add([p], 1)),
+    "a copy on another stream": (True, lambda p, x: x.copy_(p)),
+    "write": (True, lambda p, x: p.fill_(3)),
+    "its shape": (False, lambda p, x: (p.view(2, 2)[0].shape, torch.zeros_like(p), p.is_pinned())),
+}
+
+
+@pytest.mark.parametrize("how", ON_HOST)
+@pytest.mark.parametrize("writes", [True, False])
+def test_host_and_stream_race_in_pinned_memory(
+    stream: torch.Stream, how: str, writes: bool
+) -> None:
+    x, whole = torch.ones(4, device="virtual:0"), torch.zeros(8).pin_memory()
+    pinned = whole[2:6]
+    virtual.synchronize(0)
+    for wait in (None, lambda: stream.record_event().synchronize(), stream.synchronize):
+        with stream:
+            pinned.copy_(x, non_blocking=True) if writes else x.copy_(pinned, non_blocking=True)
+        if wait:
+            wait()
+        whole[6:].add_(whole[:2])
+        races = ON_HOST[how][0] and wait is None and (writes or how == "write")
+        if how == "a copy on another stream" and not writes:
+            races = wait is None  # In the memory of the device.
+        match = r"(?s)^race on .*first: aten::copy_ (writes|reads) Float \[4\] on stream.*then:"
+        with pytest.raises(RuntimeError, match=match) if races else contextlib.nullcontext():
+            ON_HOST[how][1](pinned, x)
+            virtual.synchronize(1)
+        virtual.synchronize(0)
+
+
+def test_copies_on_one_stream_use_pinned_memory_in_turn() -> None:
+    x, pinned = ones(), torch.zeros(4, 4).pin_memory()
+    pinned.copy_(x, non_blocking=True)
+    y = pinned.to("virtual:0", non_blocking=True)
+    y.copy_(pinned, non_blocking=True)
+    assert torch.equal(y, x)
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_writes_its_statistics_in_training_alone(
+    stream: torch.Stream, training: bool, strict: bool
+) -> None:
+    with strict_mode(strict), check_races():
+        norm = torch.nn.BatchNorm1d(4).to("virtual:0").train(training)
+        norm.num_batches_tracked = None
+        x = ones()
+        virtual.synchronize(0)
+        norm(x)
+        races = pytest.raises(RuntimeError, match=RACE + r"(?s:.*batch_norm.* writes Float \[4\])")
+        with stream, races if training else contextlib.nullcontext():
+            norm(x)
+        virtual.synchronize(0)
 
 
 # --- graphs, threads, backward -------------------------------------------------------------------
@@ -258,6 +382,23 @@ def test_a_replay_is_an_access(stream: torch.Stream) -> None:
     with pytest.raises(RuntimeError, match=RACE):
         graph.replay()
     virtual.synchronize(0)
+
+
+def test_a_replay_that_races_has_not_happened(stream: torch.Stream) -> None:
+    x, y = ones(), ones()
+    graph = virtual.VirtualGraph()
+    with virtual.graph(graph):
+        x.add_(1)
+        y.add_(1)
+    virtual.synchronize(0)
+    with stream:
+        y.mul(2)
+    with pytest.raises(RuntimeError, match=RACE):
+        graph.replay()
+    with stream:
+        x.add_(1)
+    virtual.synchronize(0)
+    assert (x.sum().item(), y.sum().item()) == (32, 16)
 
 
 class OnAnotherStream(torch.autograd.Function):

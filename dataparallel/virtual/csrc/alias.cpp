@@ -19,6 +19,8 @@ const c10::DispatchKeySet kModes({
     c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
     c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize});
 
+thread_local int running_kernels = 0;
+
 // Sizes and strides of a nested tensor are kept on the host, for every device.
 at::Tensor nested_on(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
   const auto* impl = at::native::get_nested_tensor_impl(like);
@@ -56,7 +58,17 @@ at::Tensor with_geometry(
 
 }  // namespace
 
-KernelScope::KernelScope() : guard_(kCallerConcerns) {}
+KernelScope::KernelScope() : guard_(kCallerConcerns) {
+  ++running_kernels;
+}
+
+KernelScope::~KernelScope() {
+  --running_kernels;
+}
+
+bool KernelScope::is_inside() noexcept {
+  return running_kernels > 0;
+}
 
 DeferredScope::DeferredScope()
     : guard_(

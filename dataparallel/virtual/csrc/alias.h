@@ -39,6 +39,12 @@ void set_geometry(const at::Tensor& tensor, at::IntArrayRef sizes, at::IntArrayR
 class KernelScope {
  public:
   KernelScope();
+  ~KernelScope();
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+
+  // True if this thread runs a kernel of a device.
+  static bool is_inside() noexcept;
 
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_;
@@ -50,6 +56,7 @@ class DeferredScope {
   DeferredScope();
 
  private:
+  KernelScope kernel_;
   c10::impl::ForceDispatchKeyGuard guard_;
 };
 

@@ -5,6 +5,7 @@
 
 #include "hooks.h"
 #include "memory.h"
+#include "schedule.h"
 
 #include <map>
 
@@ -80,7 +81,7 @@ void initialize(int count) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("autograd_has_started", &autograd_has_started);
   m.def("initialize", &initialize);
   m.def("device_count", [] { return static_cast<int>(device_count()); });
@@ -88,6 +89,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.def("set_strict", &set_strict);
   m.def("checks_races", &checks_races);
   m.def("set_checks_races", &set_checks_races);
+  m.def("raise_late", &raise_late);
+  m.def("set_schedule", &set_schedule);
   m.def("in_forked_child", &in_forked_child);
   m.def("counters", &read_counters);
   m.def("reset_counters", &reset_counters);

@@ -42,6 +42,10 @@ class OperatorTask final : public Task {
   std::string name() const override {
     return name_;
   }
+  // Others may be collectives.
+  bool may_block() const override {
+    return name_.rfind("aten::", 0) != 0;
+  }
 
   std::vector<c10::IValue> arguments;
   std::vector<at::Tensor> written;

@@ -55,8 +55,10 @@ void Call::run_checked(Stream& stream) {
   Launch launch(stream, info_.name.c_str());
   for (const auto& each : info_.tensors) {
     if (each.writes || !info_.reads_nothing) {
+      const bool writes =
+          each.writes && (each.written_if < 0 || argument(each.written_if).toBool());
       visit_tensors(argument(each.index), [&](const at::Tensor& tensor) {
-        launch.use(tensor, each.writes, info_.is_partial);
+        launch.use(tensor, writes, info_.is_partial);
       });
     }
   }

@@ -115,6 +115,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       count(record->stream.device, kHostWaits);
       record->stream.run_until(record->position);
       host_saw(record->clock);
+      raise_late();
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*index*/) const noexcept override {

@@ -11,8 +11,8 @@ namespace {
 void note_copy(Stream& stream, const at::Tensor& from, const at::Tensor& to) {
   if (checks_races()) {
     Launch launch(stream, "aten::copy_");
-    launch.use(from, false);
-    launch.use(to, true);
+    launch.copies(from, false);
+    launch.copies(to, true);
     launch.check();
   }
 }

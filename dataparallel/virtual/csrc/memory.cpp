@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <map>
-#include <shared_mutex>
 
 namespace vdev {
 namespace {
@@ -230,61 +228,6 @@ class VirtualAllocator final : public c10::DeviceAllocator {
   }
 };
 
-// --- pinned host memory: nothing is page-locked; what matters is which copies may read late -----
-
-// Ordered by address, to find the block that an interior pointer belongs to.
-struct PinnedRegistry {
-  std::shared_mutex mutex;
-  std::map<const char*, size_t> blocks;
-};
-
-PinnedRegistry& registry() {
-  static auto* instance = new PinnedRegistry();
-  return *instance;
-}
-
-void release_pinned(void* context) {
-  if (in_forked_child()) {
-    return;
-  }
-  auto* memory = static_cast<c10::DataPtr*>(context);
-  {
-    std::unique_lock<std::shared_mutex> lock(registry().mutex);
-    registry().blocks.erase(static_cast<const char*>(memory->get()));
-  }
-  delete memory;
-}
-
-class PinnedAllocator final : public at::HostAllocator {
- public:
-  c10::DataPtr allocate(size_t nbytes) override {
-    check_not_forked();
-    nbytes = std::max<size_t>(nbytes, 1);
-    auto memory = std::make_unique<c10::DataPtr>(c10::GetCPUAllocator()->allocate(nbytes));
-    void* data = memory->get();
-    {
-      std::unique_lock<std::shared_mutex> lock(registry().mutex);
-      registry().blocks[static_cast<const char*>(data)] = nbytes;
-    }
-    return c10::DataPtr(data, memory.release(), &release_pinned, c10::Device(c10::kCPU));
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return nullptr;
-  }
-  void copy_data(void* to, const void* from, std::size_t nbytes) const override {
-    std::memcpy(to, from, nbytes);
-  }
-  bool record_event(void* /*ptr*/, void* /*context*/, c10::Stream /*stream*/) override {
-    return true;  // Queued copies own their host memory.
-  }
-  void empty_cache() override {}
-  at::HostStats get_stats() override {
-    return {};
-  }
-  void reset_accumulated_stats() override {}
-  void reset_peak_stats() override {}
-};
-
 }  // namespace
 
 void poison(void* data, size_t nbytes) noexcept {
@@ -396,31 +339,9 @@ c10::DeviceAllocator& allocator() {
   return *instance;
 }
 
-at::HostAllocator& pinned_allocator() {
-  static auto* instance = new PinnedAllocator();
-  return *instance;
-}
-
-bool is_pinned(const void* data) {
-  if (in_forked_child()) {
-    return false;
-  }
-  const auto* address = static_cast<const char*>(data);
-  std::shared_lock<std::shared_mutex> lock(registry().mutex);
-  auto after = registry().blocks.upper_bound(address);
-  if (after == registry().blocks.begin()) {
-    return false;
-  }
-  --after;
-  return address < after->first + after->second;
-}
-
 namespace {
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator())
-
-at::HostAllocatorRegistry<c10::DeviceType::PrivateUse1> register_host_allocator(
-    &pinned_allocator());
 
 }  // namespace
 }  // namespace vdev

@@ -15,7 +15,7 @@ namespace vdev {
 
 // A block belongs to the stream that was current when it was allocated. Work queued on that stream
 // may use it after it was freed; work on other streams may not, unless the stream was recorded.
-struct Block final : c10::intrusive_ptr_target {
+struct Block final : Used {
   Block(c10::DataPtr memory, size_t nbytes, Stream& owner)
       : memory(std::move(memory)), nbytes(nbytes), owner(owner) {}
   ~Block() override;
@@ -29,9 +29,6 @@ struct Block final : c10::intrusive_ptr_target {
   Stream& owner;
   std::mutex mutex;
   std::vector<Stream*> users;
-  // The last accesses, for the checks; and whether there was any.
-  std::vector<Access> accesses;
-  std::atomic<bool> is_used{false};
   // A graph has memory of its own.
   bool is_of_graph = false;
 
@@ -70,5 +67,9 @@ c10::DeviceAllocator& allocator();
 // Pinned host memory: ordinary memory that is known to be pinned.
 at::HostAllocator& pinned_allocator();
 bool is_pinned(const void* data);
+// Null for other memory of the host; and where in it the tensor's storage begins.
+std::pair<c10::intrusive_ptr<Used>, int64_t> pinned_block_of(const at::Tensor& tensor);
+// From now on, the operators of the CPU are checked for races with streams.
+void watch_host();
 
 }  // namespace vdev

@@ -60,6 +60,13 @@ ReturnKind kind_of(const c10::TypePtr& type) {
   return is_tensor_like(type) ? ReturnKind::kTensorList : ReturnKind::kOther;
 }
 
+// Most schemas of batch normalization do not say that they write running statistics.
+bool is_statistic(const std::string& op, const std::string& argument) {
+  const auto has = [&](const char* part) { return op.find(part) != std::string::npos; };
+  return has("batch_norm") && argument.rfind("running_", 0) == 0 && !has("backward") &&
+      !has("no_update") && !has("functional");
+}
+
 int find_written(const c10::FunctionSchema& schema, const c10::AliasInfo& alias) {
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const c10::AliasInfo* own = schema.arguments()[i].alias_info();
@@ -206,8 +213,11 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& op)
     const auto& argument = arguments[static_cast<size_t>(i)];
     const auto& type = argument.real_type();
     if (is_tensor_like(type)) {
-      const bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-      tensors.push_back({i, writes, is_index_list(type)});
+      const bool is_hidden = is_statistic(name, argument.name());
+      const bool writes =
+          is_hidden || (argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+      const auto training = is_hidden ? schema->argumentIndexWithName("training") : std::nullopt;
+      tensors.push_back({i, writes, is_index_list(type), training.value_or(-1)});
       has_writes |= writes;
       only_writes &= writes;
       has_out_arguments |= writes && argument.is_out();
@@ -228,13 +238,15 @@ OperatorInfo::OperatorInfo(const c10::OperatorHandle& op)
   }
   is_sampler = generator_argument >= 0 && has_writes && only_writes && !has_new_outputs;
   has_cpu_kernel = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  is_composite = !op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+      op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   has_meta_kernel = op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
   runs_at_once = returns_other || (generator_argument >= 0 && !is_sampler) ||
       undescribed().count(op_name.name) > 0;
   host_waits = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   const std::string base = name.substr(name.find("::") + 2);
   const std::string overloaded = base.substr(0, base.find('.'));
-  reads_nothing = starts_with_any(base, {"new_", "resize_", "is_set_to"}) ||
+  reads_nothing = starts_with_any(base, {"new_", "resize_", "is_", "set_"}) ||
       (overloaded.size() > 5 && overloaded.rfind("_like") == overloaded.size() - 5);
   is_partial = starts_with_any(
       base, {"index", "_index", "_unsafe_index", "gather", "scatter", "masked_scatter", "put_",

@@ -15,6 +15,7 @@ struct TensorArgument {
   int index;
   bool writes;
   bool may_be_on_host;  // Index tensors may stay on the CPU, as they may on a GPU.
+  int written_if;  // The argument without which it is only read; -1 for none.
 };
 
 enum class ReturnKind { kTensor, kTensorList, kOther };
@@ -40,6 +41,7 @@ struct OperatorInfo {
   bool has_out_arguments = false;
   bool returns_other = false;
   bool is_view = false;
+  bool is_composite = false;  // Other operators do its work.
   bool is_sampler = false;  // Draws random numbers that depend on no tensor's contents.
   bool has_cpu_kernel = false;
   bool has_meta_kernel = false;

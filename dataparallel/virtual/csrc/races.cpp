@@ -22,6 +22,14 @@ std::mutex& clocks_mutex() {
   return *mutex;
 }
 
+std::atomic<bool> has_late{false};
+
+// Under the same lock.
+std::vector<LateError>& late_errors() {
+  static auto* errors = new std::vector<LateError>();
+  return *errors;
+}
+
 uint64_t known(const Clock& clock, const Stream* stream) {
   for (const auto& [each, epoch] : clock) {
     if (each == stream) {
@@ -102,6 +110,31 @@ std::vector<std::pair<int64_t, int64_t>> pieces_of(const Region& region) {
   return pieces;
 }
 
+// The memory of a tensor, and the part of it that the tensor covers; null for what nobody checks.
+std::pair<c10::intrusive_ptr<Used>, Region> memory_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return {};
+  }
+  Region region = region_of(tensor);
+  if (is_virtual(tensor)) {
+    return {block_of(tensor.storage().data_ptr()), std::move(region)};
+  }
+  auto [block, offset] = pinned_block_of(tensor);
+  region.begin += offset;
+  region.end += offset;
+  return {std::move(block), std::move(region)};
+}
+
+Access access_of(const at::Tensor& tensor, Region region, bool writes, const char* what) {
+  Access access;
+  access.writes = writes;
+  access.region = std::move(region);
+  access.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
+  access.type = tensor.scalar_type();
+  access.what = what;
+  return access;
+}
+
 bool contains(const Region& whole, const Region& part) {
   if (whole.sizes.empty()) {
     return whole.begin <= part.begin && part.end <= whole.end;
@@ -119,7 +152,7 @@ std::string name_of(const Stream& stream) {
 }
 
 std::string describe(const Access& access) {
-  const std::string stream = name_of(*access.stream);
+  const std::string stream = access.stream ? name_of(*access.stream) : "the host";
   if (access.what == nullptr) {
     return c10::str("the allocation on ", stream, ", where the memory may have been in use before");
   }
@@ -142,17 +175,22 @@ std::string describe(const Access& access) {
       " between the two: stream.wait_stream(other), or event.record(other) and event.wait(stream)");
 }
 
-[[noreturn]] void fail_on_free(const Stream& owner, const Freed& freed) {
+[[noreturn]] void fail_on_host(const Access& before, const Access& now) {
+  TORCH_CHECK(
+      false, "race on the host: nothing orders two uses of the same pinned memory\n  first: ",
+      describe(before), "\n  then:  ", describe(now), "\n  Let the host wait for ",
+      name_of(*before.stream), " between the two: stream.synchronize(), or event.synchronize()");
+}
+
+[[noreturn]] void fail_on_free(const Stream& owner, const Access& use, const Place& place) {
   TORCH_CHECK(
       false, "race on virtual:", static_cast<int>(owner.device),
       ": memory was freed while another stream may still use it, and can be handed out again"
-      "\n  first: ", describe(freed.use), "\n  freed: the memory, which belongs to ",
-      name_of(owner), freed.place->describe(), "\n  Before the last reference to the tensor goes, "
-      "call tensor.record_stream(stream) with ", name_of(*freed.use.stream), ", or let ",
+      "\n  first: ", describe(use), "\n  freed: the memory, which belongs to ",
+      name_of(owner), place.describe(), "\n  Before the last reference to the tensor goes, "
+      "call tensor.record_stream(stream) with ", name_of(*use.stream), ", or let ",
       name_of(owner), " wait for it");
 }
-
-using Accesses = std::vector<std::pair<BlockRef, Access>>;
 
 // What the accesses race with, and which of them that is; none where there is no stream.
 std::pair<Access, Access> find_race(Stream& stream, const Accesses& accesses) {
@@ -167,7 +205,7 @@ std::pair<Access, Access> find_race(Stream& stream, const Accesses& accesses) {
   return {};
 }
 
-void keep(Stream& stream, Block& block, Access now) {
+void keep(Stream& stream, Used& block, Access now) {
   now.stream = &stream;
   now.epoch = stream.progress.last_access = stream.progress.epoch;
   auto& kept = block.accesses;
@@ -185,15 +223,15 @@ void keep(Stream& stream, Block& block, Access now) {
   block.is_used = true;
 }
 
-// Raises if an operator must not have these accesses; else they are the last ones.
+}  // namespace
+
 void settle(Stream& stream, const Accesses& accesses) {
+  raise_late();
   std::pair<Access, Access> race;
-  std::vector<Freed> freed;
   {
     std::lock_guard<std::mutex> lock(clocks_mutex());
-    freed.swap(stream.progress.freed);
     race = find_race(stream, accesses);
-    if (freed.empty() && race.first.stream == nullptr) {
+    if (race.first.stream == nullptr) {
       for (const auto& [block, access] : accesses) {
         keep(stream, *block, access);
       }
@@ -203,12 +241,28 @@ void settle(Stream& stream, const Accesses& accesses) {
     race.second.stream = &stream;
     fail_on_race(race.first, race.second);
   }
-  if (!freed.empty()) {
-    fail_on_free(stream, freed.front());
-  }
 }
 
-}  // namespace
+void raise_later(LateError error) {
+  std::lock_guard<std::mutex> lock(clocks_mutex());
+  late_errors().push_back(std::move(error));
+  has_late = true;
+}
+
+void raise_late() {
+  if (is_hardware || !has_late) {
+    return;
+  }
+  std::vector<LateError> errors;
+  {
+    std::lock_guard<std::mutex> lock(clocks_mutex());
+    errors.swap(late_errors());
+    has_late = false;
+  }
+  if (!errors.empty()) {
+    errors.front().raise();
+  }
+}
 
 bool overlap(const Region& one, const Region& other) {
   if (one.begin >= other.end || other.begin >= one.end) {
@@ -242,11 +296,15 @@ void set_checks_races(bool value) {
       for_each_stream(index, [](Stream& stream) {
         std::lock_guard<std::mutex> lock(clocks_mutex());
         stream.progress.seen_by_host = stream.progress.epoch++;
-        stream.progress.freed.clear();
       });
     }
   }
   races_flag.store(value);
+  if (!value) {
+    std::lock_guard<std::mutex> lock(clocks_mutex());
+    std::erase_if(late_errors(), [](const LateError& each) { return each.is_race; });
+    has_late = !late_errors().empty();
+  }
 }
 
 Clock mark(Stream& stream) {
@@ -284,23 +342,27 @@ void Launch::use(const at::Tensor& tensor, bool writes, bool partial) {
   }
 }
 
+void Launch::copies(const at::Tensor& tensor, bool writes) {
+  if (is_virtual(tensor)) {
+    use(tensor, writes);
+  } else if (is_pinned(tensor.storage().data_ptr().get())) {
+    watch_host();
+    add(tensor, writes, false);
+  }
+}
+
 void Launch::add(const at::Tensor& tensor, bool writes, bool partial) {
-  auto block = tensor.numel() == 0 ? BlockRef() : block_of(tensor.storage().data_ptr());
-  if (!block) {
+  auto [memory, region] = memory_of(tensor);
+  if (!memory) {
     return;
   }
   if (!place_) {
     place_ = Place::here();
   }
-  Access access;
-  access.writes = writes;
+  Access access = access_of(tensor, std::move(region), writes, what_);
   access.partial = partial;
-  access.region = region_of(tensor);
-  access.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
-  access.type = tensor.scalar_type();
-  access.what = what_;
   access.place = place_;
-  accesses_.emplace_back(std::move(block), std::move(access));
+  accesses_.emplace_back(std::move(memory), std::move(access));
 }
 
 void Launch::check() {
@@ -308,7 +370,7 @@ void Launch::check() {
     return;
   }
   if (Graph* graph = stream_.graph()) {
-    graph->at_replay([accesses = accesses_](Stream& stream) { settle(stream, accesses); });
+    graph->add(accesses_);
   } else {
     settle(stream_, accesses_);
   }
@@ -348,7 +410,7 @@ void note_free(const Block& block) {
   if (block.is_of_graph) {
     return;
   }
-  Freed freed;
+  Access use;
   {
     std::lock_guard<std::mutex> lock(clocks_mutex());
     for (const Access& access : block.accesses) {
@@ -356,14 +418,35 @@ void note_free(const Block& block) {
       const auto is_awaited = [&](const Stream* user) { return is_before(access, *user); };
       if (!is_before(access, block.owner) &&
           std::none_of(block.users.begin(), block.users.end(), is_awaited)) {
-        freed.use = access;
+        use = access;
       }
     }
   }
-  if (freed.use.stream != nullptr) {
-    freed.place = Place::here();
+  if (use.stream != nullptr) {
+    raise_later({[&owner = block.owner, use, place = Place::here()] {
+      fail_on_free(owner, use, *place);
+    }});
+  }
+}
+
+void host_uses(const at::Tensor& tensor, bool writes, const char* what) {
+  auto [memory, region] = memory_of(tensor);
+  if (!memory) {
+    return;
+  }
+  Access now = access_of(tensor, std::move(region), writes, what);
+  Access before;
+  {
     std::lock_guard<std::mutex> lock(clocks_mutex());
-    block.owner.progress.freed.push_back(std::move(freed));
+    for (const Access& each : memory->accesses) {
+      if ((each.writes || writes) && !is_past(each) && overlap(each.region, now.region)) {
+        before = each;
+      }
+    }
+  }
+  if (before.stream != nullptr) {
+    now.place = Place::here();
+    raise_later({[before, now] { fail_on_host(before, now); }});
   }
 }
 

@@ -13,7 +13,9 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,7 +24,6 @@
 namespace vdev {
 
 class Stream;
-struct Block;
 
 // The last epoch of each stream that has happened. Left out is what the host has seen: that comes
 // before everything that is launched later.
@@ -57,11 +58,13 @@ struct Access {
   std::shared_ptr<const Place> place;
 };
 
-// A use that may come after its block was freed, and where it was freed.
-struct Freed {
-  Access use;
-  std::shared_ptr<const Place> place;
+// Memory that streams use, and its last accesses.
+struct Used : c10::intrusive_ptr_target {
+  std::vector<Access> accesses;
+  // Whether there was any.
+  std::atomic<bool> is_used{false};
 };
+using Accesses = std::vector<std::pair<c10::intrusive_ptr<Used>, Access>>;
 
 // What a stream knows. Of all streams under one lock.
 struct Progress {
@@ -69,8 +72,6 @@ struct Progress {
   uint64_t epoch = 1;
   uint64_t seen_by_host = 0;
   uint64_t last_access = 0;
-  // Of its blocks. The next launch raises, since memory cannot when it is freed.
-  std::vector<Freed> freed;
 };
 
 // What is launched from now on must come after the work that the clock says.
@@ -78,11 +79,26 @@ Clock mark(Stream& stream);
 void follow(Stream& stream, const Clock& clock);
 void host_saw(const Clock& clock);
 
+// Raises if the work must not have these accesses now; else they are the last ones.
+void settle(Stream& stream, const Accesses& accesses);
+
+// An error that could not be raised where it was found, as where memory is freed. The next launch
+// or wait of the host raises it, whatever stream that concerns.
+struct LateError {
+  std::function<void()> raise;
+  // If so, nobody wants it once the checks are off.
+  bool is_race = true;
+};
+void raise_later(LateError error);
+void raise_late();
+
 // The accesses of one operator on a stream.
 class Launch {
  public:
   Launch(Stream& stream, const char* what) : stream_(stream), what_(what) {}
   void use(const at::Tensor& tensor, bool writes, bool partial = false);
+  // As that; in memory of the host that is pinned, too.
+  void copies(const at::Tensor& tensor, bool writes);
   // Raises if something races with them; a stream that is captured keeps them for each replay.
   void check();
   // A result: all of a block that nobody has used yet.
@@ -94,12 +110,17 @@ class Launch {
   Stream& stream_;
   const char* what_;
   std::shared_ptr<const Place> place_;
-  std::vector<std::pair<c10::intrusive_ptr<Block>, Access>> accesses_;
+  Accesses accesses_;
 };
 
+struct Block;
 // A new block, whose memory the owner may have used before.
 void note_allocation(Block& block);
 void note_free(const Block& block);
+
+// The CPU reads or writes pinned memory now. What streams have not done with it yet is an error,
+// which comes later.
+void host_uses(const at::Tensor& tensor, bool writes, const char* what);
 
 // This thread does what hardware does by itself: what it waits for, the host has not seen.
 void act_as_hardware();

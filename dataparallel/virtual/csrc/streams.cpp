@@ -1,6 +1,7 @@
 #include <Python.h>
 
-#include "streams.h"
+#include "memory.h"
+#include "schedule.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
@@ -42,6 +43,9 @@ class ReplayTask final : public Task {
   std::string name() const override {
     return task_->name();
   }
+  bool may_block() const override {
+    return task_->may_block();
+  }
 
  private:
   std::shared_ptr<Task> task_;
@@ -74,6 +78,12 @@ StreamTable& table(c10::DeviceIndex device) {
 }
 
 thread_local std::array<Stream*, kMaxDevices> current_streams{};
+
+void complete(Stream& stream) {
+  const Clock clock = checks_races() ? mark(stream) : Clock();
+  stream.synchronize();
+  host_saw(clock);
+}
 
 }  // namespace
 
@@ -126,6 +136,7 @@ void Stream::submit(std::unique_ptr<Task> task) {
   if (!defers()) {
     synchronize();
   }
+  run_ahead(*this);
 }
 
 void Stream::submit_marker(std::unique_ptr<Task> task) {
@@ -163,6 +174,7 @@ void Stream::wait(const std::shared_ptr<Record>& record) {
     return;
   }
   push(Item{nullptr, record, false});
+  run_ahead(*this);
 }
 
 void Stream::synchronize() {
@@ -193,9 +205,13 @@ void Graph::add(std::shared_ptr<Task> task) {
   tasks_.push_back(std::move(task));
 }
 
-void Graph::at_replay(std::function<void(Stream&)> note) {
+void Graph::add(const Accesses& accesses) {
   std::lock_guard<std::mutex> lock(mutex_);
-  notes_.push_back(std::move(note));
+  accesses_.insert(accesses_.end(), accesses.begin(), accesses.end());
+}
+
+Graph::~Graph() {
+  end();
 }
 
 void Graph::end() {
@@ -208,8 +224,8 @@ void Graph::end() {
 void Graph::replay() const {
   TORCH_CHECK(stream_ == nullptr, "a graph cannot be replayed before its capture has ended");
   Stream& stream = current_stream(device_);
-  for (const auto& note : notes_) {
-    note(stream);
+  if (checks_races()) {
+    settle(stream, accesses_);
   }
   for (const auto& task : tasks_) {
     stream.submit(std::make_unique<ReplayTask>(task));
@@ -231,12 +247,42 @@ Stream::Step Stream::step(uint64_t position, std::shared_ptr<Record>& blocker) {
     blocker = front.awaited;
     return Step::kBlocked;
   }
-  Item item = std::move(front);
-  queue_.pop_front();
-  running_ = true;
+  Item item = take();
   lock.unlock();
   execute(std::move(item));
   return Step::kAgain;
+}
+
+Stream::Item Stream::take() {
+  Item item = std::move(queue_.front());
+  queue_.pop_front();
+  running_ = true;
+  return item;
+}
+
+bool Stream::is_ready_locked() const {
+  if (queue_.empty() || running_) {
+    return false;
+  }
+  const Item& front = queue_.front();
+  return front.awaited ? front.awaited->reached() : !front.task->may_block();
+}
+
+bool Stream::is_ready() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return is_ready_locked();
+}
+
+void Stream::run_next() {
+  Item item;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_ready_locked()) {
+      return;
+    }
+    item = take();
+  }
+  execute(std::move(item));
 }
 
 void Stream::execute(Item item) {
@@ -287,6 +333,7 @@ void Stream::run_until(uint64_t position) {
   c10::SmallVector<Goal, 8> goals{{this, position}};
   while (!goals.empty()) {
     const Goal goal = goals.back();
+    run_ahead(*goal.stream);
     std::shared_ptr<Record> blocker;
     switch (goal.stream->step(goal.position, blocker)) {
       case Step::kDone:
@@ -340,13 +387,13 @@ void for_each_stream(c10::DeviceIndex device, const std::function<void(Stream&)>
 }
 
 void synchronize_device(c10::DeviceIndex device) {
-  for_each_stream(device, &host_waits_for);
+  for_each_stream(device, &complete);
+  raise_late();
 }
 
 void host_waits_for(Stream& stream) {
-  const Clock clock = checks_races() ? mark(stream) : Clock();
-  stream.synchronize();
-  host_saw(clock);
+  complete(stream);
+  raise_late();
 }
 
 int64_t pending_on_device(c10::DeviceIndex device) {

@@ -27,6 +27,10 @@ class Task {
   virtual ~Task() = default;
   virtual void run() = 0;
   virtual std::string name() const = 0;
+  // True for work that may wait for other processes: a launch must not run it.
+  virtual bool may_block() const {
+    return false;
+  }
 };
 
 // A position in a stream: what an event records. The work before it has run, or not.
@@ -84,6 +88,9 @@ class Stream {
   bool poll();
   void synchronize();
   void run_until(uint64_t position);
+  // True if the next item could run now, and waits for nobody.
+  bool is_ready() const;
+  void run_next();
 
   const c10::DeviceIndex device;
   const c10::StreamId id;
@@ -100,6 +107,8 @@ class Stream {
   enum class Step { kDone, kAgain, kBlocked };
 
   void push(Item item);
+  bool is_ready_locked() const;
+  Item take();
   Step step(uint64_t position, std::shared_ptr<Record>& blocker);
   void execute(Item item);
 
@@ -117,13 +126,11 @@ class Stream {
 // What was submitted to a stream while it was captured, to be run as often as wanted.
 class Graph {
  public:
-  ~Graph() {
-    end();
-  }
+  ~Graph();
   void begin(Stream& stream);
   void add(std::shared_ptr<Task> task);
-  // Is told each time on which stream.
-  void at_replay(std::function<void(Stream&)> note);
+  // Each replay has them, all at once.
+  void add(const Accesses& accesses);
   void end();
   void replay() const;
 
@@ -132,7 +139,7 @@ class Graph {
   Stream* stream_ = nullptr;
   c10::DeviceIndex device_ = 0;
   std::vector<std::shared_ptr<Task>> tasks_;
-  std::vector<std::function<void(Stream&)>> notes_;
+  Accesses accesses_;
 };
 
 Stream& stream_at(c10::DeviceIndex device, c10::StreamId id);
