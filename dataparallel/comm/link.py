@@ -144,7 +144,9 @@ class Pending:
             if result is None:
                 self.work.wait()
             elif result.value() != _SUCCESS:
-                # Torch warns that it is deprecated, and has nothing else that tells why.
+                # Torch has nothing else that tells why. It warns once that this is deprecated.
+                with contextlib.suppress(UserWarning):
+                    return str(self.work.exception())
                 return str(self.work.exception())
         except RuntimeError as error:
             return str(error)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import collectives
+from dataparallel.comm import link
 from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink
 from dataparallel.reducer.verify import ReplicaMismatch
@@ -220,6 +222,24 @@ def test_no_host_stays_behind_a_bucket(cluster: Cluster, fault: str, replicas: i
     (first, sums), (_, others) = cluster.run(recover, 2, *args, virtual=True, backend="vccl")
     assert "rank 1" in first and "ArithmeticError" in first, first
     assert sums == others and any(sums)
+
+
+def fall_silent(rank: int, size: int) -> str:
+    """Rank 1 does not come to its second backward until the others have given up."""
+    with mock.patch.object(link, "_PATIENCE", 3.0):
+        model = wrap(make_net(), rank, 1, timeout=0.5)
+    steps(model, rank, [0])
+    if rank == 1:
+        time.sleep(6)
+        return ""
+    with mock.patch.object(link, "_PATIENCE", 3.0), pytest.raises(LOST, match="rank 1") as caught:
+        steps(model, rank, [1, 2])
+    return str(caught.value)
+
+
+def test_a_silent_rank_is_given_up_before_the_watchdog_ends_the_process(cluster: Cluster) -> None:
+    said, _ = cluster.run(fall_silent, 2, virtual=True, backend="vccl")
+    assert "rank 1 did not come" in said
 
 
 # --- orders ---------------------------------------------------------------------------------------
