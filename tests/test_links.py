@@ -124,7 +124,7 @@ def test_doctor_names_the_pairs_whose_copies_change_bytes(
     assert [line for line in matrix if line not in shown] == []
     for way in ("alone", "all at once"):
         assert f"{way}: virtual:1 -> virtual:2: 1 of 262,144 words" in out
-    assert "do: Often the IOMMU of the machine or PCIe ACS" in out
+    assert "do: Often the machine's IOMMU or PCIe ACS" in out
 
 
 # --- devices that are not alike, or of no use ------------------------------------------------

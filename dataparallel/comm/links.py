@@ -23,8 +23,8 @@ Pair: TypeAlias = tuple[torch.device, torch.device]
 SWITCH = "DATAPARALLEL_CHECK_LINKS"
 
 REMEDY = (
-    "Often the IOMMU of the machine or PCIe ACS redirects direct copies. Turn the IOMMU off in BIOS, "
-    "or with the kernel's option intel_iommu=off or amd_iommu=off. Turn ACS off in BIOS or "
+    "Often the machine's IOMMU or PCIe ACS redirects direct copies. Turn the IOMMU off in the BIOS "
+    "or with the kernel's option intel_iommu=off or amd_iommu=off. Turn ACS off there or "
     "with setpci (see 'PCI Access Control Services' in NVIDIA's page on NCCL's troubles). In a "
     "virtual machine ask the provider. Until `dataparallel doctor` finds no fault, start one "
     "process per GPU with torchrun and NCCL_P2P_DISABLE=1, which copies through the host"
