@@ -115,8 +115,6 @@ def test_targets_in_a_scatter_of_the_user() -> None:
         model.loss(nn.MSELoss(), x, y)
 
 
-# Forward mode scripts its formulas, and torch deprecates scripting.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(slots[0])
     model, one = DataParallel(module, slots), DataParallel(module, slots[:1])
@@ -139,8 +137,6 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
         torch.testing.assert_close(grad_of(allowed)(x), grad_of(module)(x))
 
 
-# Forward mode scripts its formulas, and torch deprecates scripting.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("where", ["input", "targets", "parameter", "attribute", "closure"])
 @pytest.mark.parametrize(
     ("wrapper", "options", "count"),

@@ -35,10 +35,6 @@ enter_dual_level, exit_dual_level = forward_ad.enter_dual_level, forward_ad.exit
 cached = parametrize.cached
 
 _WAIT = 0.3
-# Torch's decompositions for forward mode are scripts.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-)
 WRAPPERS = (DataParallel, DistributedDataParallel)
 KINDS = (["cpu"] * 3, ["virtual:0", "virtual:1", "virtual:2"])
 both = pytest.mark.parametrize("wrapper", WRAPPERS)

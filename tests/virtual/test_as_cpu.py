@@ -19,9 +19,8 @@ from tests.virtual.oracle import assert_same
 Case = tuple[Any, ...]
 
 pytestmark = [
-    # Warnings of torch itself, on every device: forward mode scripts its formulas.
+    # A warning of torch itself, on every device.
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
 ]
 
 
