@@ -84,20 +84,39 @@ def counters(device: torch.device | str | int | None = None) -> dict[str, int]:
 
 
 def reset_counters(device: torch.device | str | int | None = None) -> None:
-    """Set the counters to zero.
+    """Set the counters and those of :func:`routes` to zero.
 
     Example::
 
         reset_counters("virtual:1")
 
     Args:
-        device: A virtual device. Default: all of them.
+        device: A virtual device, and the routes from it. Default: all of them.
 
     Raises:
         RuntimeError: Virtual devices are not enabled.
         ValueError: There is no such virtual device.
     """
     required().reset_counters(_index_of(device))
+
+
+def routes() -> dict[tuple[int, int], int]:
+    """Count the bytes that copies between devices have moved since ``reset_counters``, per route.
+
+    Example::
+
+        reset_counters()
+        x.to("virtual:1")       # 4 KiB, from virtual:0
+        assert routes() == {(0, 1): 4096}
+
+    Returns:
+        By the indices of the source and of the destination the number of bytes; routes over which
+        nothing went are left out.
+
+    Raises:
+        RuntimeError: Virtual devices are not enabled.
+    """
+    return dict(required().routes())
 
 
 def set_memory_limit(device: torch.device | str | int | None, limit: int | None) -> None:

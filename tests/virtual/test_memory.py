@@ -14,6 +14,7 @@ from dataparallel.virtual import (
     counters,
     pending,
     reset_counters,
+    routes,
     set_memory_limit,
     strict_mode,
 )
@@ -120,6 +121,21 @@ def test_counters() -> None:
     reset_counters(0)
     assert counters(0)["allocations"] == 0
     assert counters(1)["allocations"] == 2
+
+
+def test_bytes_are_counted_per_route() -> None:
+    x = torch.ones(8, device="virtual:0")
+    reset_counters()
+    y = x.to("virtual:1")
+    x[:2].to("virtual:1")
+    y.to("virtual:0")
+    x.clone()
+    x.cpu()
+    assert routes() == {(0, 1): 40, (1, 0): 32}
+    reset_counters(1)
+    assert routes() == {(0, 1): 40}
+    reset_counters()
+    assert routes() == {}
 
 
 def test_waits_of_the_host_are_counted() -> None:

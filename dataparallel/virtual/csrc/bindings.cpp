@@ -48,8 +48,25 @@ void reset_counters(int device) {
       for (auto& value : counters(static_cast<c10::DeviceIndex>(index)).values) {
         value.store(0);
       }
+      for (int to = 0; to < device_count(); ++to) {
+        route(static_cast<c10::DeviceIndex>(index), static_cast<c10::DeviceIndex>(to)).store(0);
+      }
     }
   }
+}
+
+std::map<std::pair<int, int>, int64_t> read_routes() {
+  std::map<std::pair<int, int>, int64_t> result;
+  for (int from = 0; from < device_count(); ++from) {
+    for (int to = 0; to < device_count(); ++to) {
+      const int64_t bytes =
+          route(static_cast<c10::DeviceIndex>(from), static_cast<c10::DeviceIndex>(to)).load();
+      if (bytes != 0) {
+        result[{from, to}] = bytes;
+      }
+    }
+  }
+  return result;
 }
 
 py::list default_generators() {
@@ -94,6 +111,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("in_forked_child", &in_forked_child);
   m.def("counters", &read_counters);
   m.def("reset_counters", &reset_counters);
+  m.def("routes", &read_routes);
   m.def("is_capturing", [](int device) {
     return current_stream(static_cast<c10::DeviceIndex>(device)).capturing();
   });

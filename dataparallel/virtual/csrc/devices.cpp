@@ -11,6 +11,7 @@ std::atomic<bool> strict_flag{false};
 std::atomic<bool> forked{false};
 thread_local c10::DeviceIndex current_index = 0;
 std::array<Counters, kMaxDevices> all_counters;
+std::array<std::array<std::atomic<int64_t>, kMaxDevices>, kMaxDevices> all_routes{};
 
 }  // namespace
 
@@ -69,6 +70,10 @@ void watch_for_fork() {
 
 Counters& counters(c10::DeviceIndex index) noexcept {
   return all_counters[static_cast<size_t>(index)];
+}
+
+std::atomic<int64_t>& route(c10::DeviceIndex source, c10::DeviceIndex destination) noexcept {
+  return all_routes[static_cast<size_t>(source)][static_cast<size_t>(destination)];
 }
 
 }  // namespace vdev

@@ -57,6 +57,9 @@ struct alignas(64) Counters {
 
 Counters& counters(c10::DeviceIndex index) noexcept;
 
+// Bytes copied from one device to another.
+std::atomic<int64_t>& route(c10::DeviceIndex source, c10::DeviceIndex destination) noexcept;
+
 inline void count(c10::DeviceIndex index, Counter which, int64_t amount = 1) noexcept {
   counters(index).values[which].fetch_add(amount, std::memory_order_relaxed);
 }

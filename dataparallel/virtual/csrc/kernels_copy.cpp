@@ -68,7 +68,9 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
     return;
   }
   count(device, kCopiesDeviceToDevice);
-  count(device, kBytesDeviceToDevice, static_cast<int64_t>(from.nbytes()));
+  const auto bytes = static_cast<int64_t>(from.nbytes());
+  count(device, kBytesDeviceToDevice, bytes);
+  route(device, to.device().index()).fetch_add(bytes, std::memory_order_relaxed);
   // The copy belongs to the source's stream. It must follow what the target's stream still does
   // with the memory, and what comes next on the target's stream must follow it.
   Stream& other = current_stream(to.device().index());
