@@ -22,7 +22,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +57,12 @@ from dataparallel.errors import chosen, listed
 from dataparallel.parallel import step
 from dataparallel.parallel.buffers import BufferPolicy
 from dataparallel.parallel.loss import Loss, Weight, arguments
-from dataparallel.parallel.step import Call, Chunks, Runner
+from dataparallel.parallel.runner import Runner
+from dataparallel.parallel.step import Call, Chunks
+from dataparallel.parallel.training import Training
 from dataparallel.replicas.clones import check_placement, is_spread, place
 from dataparallel.threads.timeline import Timeline
 from dataparallel.torch_internals import untraced
-
-if TYPE_CHECKING:
-    from dataparallel.parallel.distributed import Training
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
@@ -319,7 +318,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Return the clones that run the next forward; override to change them."""
-        return self._runner.lend(module, len(device_ids), self._training)
+        standing = None if self._training is None else self._training.clones
+        return self._runner.lend(module, len(device_ids), standing)
 
     def parallel_apply(
         self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Any
@@ -583,7 +583,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._runner = Runner(devices, self.buffer_policy, self.timeline, self._runner)
         self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
         if self._training is not None:
-            self._training.use_devices(self)
+            self._training.use_runner(self._runner)
 
     # --- life ----------------------------------------------------------------------------------
 

@@ -11,42 +11,24 @@ buckets of one wrapper.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from dataparallel import kernels, torch_internals
+from dataparallel import torch_internals
 from dataparallel.batch.gather import ScalarsOption, read_weight
-from dataparallel.batch.tree import flatten
-from dataparallel.comm.failures import (
-    CollectiveError,
-    CollectiveTimeout,
-    RanksParted,
-    report,
-)
 from dataparallel.devices import DeviceLike, is_accelerator
 from dataparallel.errors import chosen
-from dataparallel.graph.cut import Cuts, Forwards, ReplicaInputs
-from dataparallel.graph.functions import refuse_tangents
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
-from dataparallel.parallel.buffers import (
-    BufferPolicy,
-    Members,
-    has_sync_batch_norm,
-    runs_by_itself,
-    send_buffers,
-    send_states,
-)
+from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
 from dataparallel.parallel.data_parallel import (
     DataParallel,
     OutputDevice,
@@ -56,8 +38,8 @@ from dataparallel.parallel.data_parallel import (
 from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.step import Call
-from dataparallel.reducer.comm_hooks import resolve_hook
-from dataparallel.reducer.exchange import Agreement, Progress, ReducerProcesses
+from dataparallel.parallel.training import Training
+from dataparallel.reducer.exchange import Progress
 from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
 from dataparallel.reducer.options import (
     AverageKind,
@@ -66,220 +48,15 @@ from dataparallel.reducer.options import (
     find_group,
     ignored_names,
     shared_tensors,
-    trained_parameters,
 )
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.statistics import LoggingValue, logging_data
-from dataparallel.reducer.verify import check_replicas, verify_across_processes
-from dataparallel.replicas.clones import check_placement, is_spread, refuse_uninitialized
-from dataparallel.replicas.values import ReplicaParameters
-
-if TYPE_CHECKING:
-    from dataparallel.parallel.capture import Recorder
+from dataparallel.reducer.verify import check_replicas
+from dataparallel.replicas.clones import is_spread
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _STEPPED = "the parameters of this wrapper are stepped in backward already"
-
-
-class Training:
-    """The reducer, links and clones of one module, as it is now; made without communication.
-
-    Attributes:
-        processes: The links; None if there is no other process and no hook.
-        direct: True if the module itself runs: there is nothing to reduce.
-        recorder: The recorder of the replicas in graphs, if there is one.
-    """
-
-    def __init__(self, model: DistributedDataParallel[Any]) -> None:
-        module, options = model.module, model.options
-        group, policy = options.process_group, model.buffer_policy
-        group = group if options.world_size > 1 or options.hook else None
-        self._members = Members(policy, group, separate=options.separate, timeout=options.timeout)
-        averages = options.average == "samples" and options.world_size > 1
-        if averages and self._members.spans_processes(module):
-            raise ValueError(
-                "batch norm over several processes (buffers='sync', or torch.nn.SyncBatchNorm) and "
-                "average='samples' do not go together: the weights would come after backward, when "
-                "gradients have gone through the statistics to other processes; multiply the loss "
-                "by its process's share of the samples, and use average='none'"
-            )
-        waits = policy == "sync" or has_sync_batch_norm(module)
-        if options.capture and (model._spread or waits):
-            raise ValueError(
-                "capture=True goes neither with buffers='sync' or torch.nn.SyncBatchNorm, whose "
-                "replicas wait for each other, nor with a module whose layers are on several "
-                "devices; leave one of them out"
-            )
-        refuse_uninitialized(module)
-        if not model._spread:
-            check_placement(module, model.device_ids[0])
-        self._module, self._options = module, options
-        self._trained = trained_parameters(module)
-        trained = set(self._trained.indices)
-        self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
-        self.processes: ReducerProcesses | None = None
-        if group is not None:
-            verify = functools.partial(verify_across_processes, module, self._trained, options)
-            self.processes = ReducerProcesses(
-                group,
-                options.timeout,
-                model._progress,
-                verify,
-                Forwards(module),
-                hooked=options.hook is not None,
-            )
-            for device in {parameter.device for parameter in self._trained.parameters}:
-                kernels.warm_up(device)
-        with self._as_made():
-            leaves = self._make_leaves(model.device_ids)
-            self.reducer = Reducer(
-                self._trained, leaves, options, self.processes, timeline=model.timeline
-            )
-            self._make_replicas(model, leaves)
-
-    def _as_made(self) -> AbstractContextManager[None]:
-        """Return the mode in which the parameters were made: inference-mode leaves never train."""
-        return torch.inference_mode(any(map(torch.Tensor.is_inference, self._module.parameters())))
-
-    def _make_leaves(self, devices: Sequence[torch.device]) -> list[list[nn.Parameter]]:
-        """Make what the replicas compute with; returns what is trained of it."""
-        dtype = self._options.mixed_precision.param_dtype
-        self.leaves = ReplicaParameters(list(self._module.parameters()), devices, dtype)
-        return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
-
-    def _make_replicas(self, model: DataParallel[Any], leaves: list[list[nn.Parameter]]) -> None:
-        options, policy, devices = self._options, model.buffer_policy, model.device_ids
-        self._cuts = Cuts(
-            self.reducer.reduce,
-            self._trained.parameters,
-            leaves,
-            functools.partial(model._runner.run, phase="backward"),
-            together=policy == "sync" or any(is_accelerator(d) for d in devices),
-            forwards=None if self.processes is None else self.processes.forwards,
-            timeline=model.timeline,
-        )
-        self.clones = model._runner.make_clones(self._module, self.leaves, self._members)
-        self.direct = (
-            len(devices) == 1
-            and self.processes is None
-            and options.mixed_precision == MixedPrecision()
-            and options.optimizers is None
-            and options.nonfinite.action == "ignore"
-            and not options.capture
-            and runs_by_itself(self._module)
-        )
-        self.recorder: Recorder | None = None
-        if options.capture:
-            # Imported late: few record.
-            from dataparallel.parallel.capture import Recorder
-
-            self.recorder = Recorder(self.leaves, devices)
-
-    def use_devices(self, model: DataParallel[Any]) -> None:
-        """Train on the wrapper's devices from now on; the other processes need not know."""
-        self._cuts.retire()
-        with self._as_made():
-            leaves = self._make_leaves(model.device_ids)
-            self.reducer.use_leaves(leaves)
-            self._make_replicas(model, leaves)
-
-    def fits(self, module: nn.Module) -> bool:
-        """True if leaves and reducer are right for a module and its parameters as they are now."""
-        if self.direct or module is not self._module:
-            return module is self._module
-        same = self.clones.follow() and self.leaves.follow()
-        return same and not any(map(attrgetter("requires_grad"), self._untrained))
-
-    @property
-    def has_buffers(self) -> bool:
-        """True if the module had buffers when :meth:`fits` was asked last; True if unknown."""
-        return self.clones.parts is None or bool(self.clones.parts.buffers)
-
-    # --- one forward -----------------------------------------------------------------------------
-
-    def begin(
-        self, args: Sequence[Any], kwargs: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any], list[ReplicaInputs] | None]:
-        """Return the arguments of the replicas, and their inputs if gradients are computed."""
-        precision = self._options.mixed_precision
-        follows = not self.direct and torch.is_grad_enabled()
-        if not follows and precision.param_dtype is None:
-            return args, kwargs, None
-        if follows:
-            self._cuts.begin(self.leaves.num_changes)
-        inputs: list[ReplicaInputs] = []
-        pairs = []
-        for pair in zip(args, kwargs, strict=True):
-            values, structure = flatten(pair)
-            if precision.param_dtype is not None:
-                values = list(map(precision.convert_input, values))
-            if follows:
-                inputs.append(ReplicaInputs(values))
-                values = inputs[-1].given
-            pairs.append(structure.rebuild(values))
-        args, kwargs = zip(*pairs, strict=True)
-        return args, kwargs, inputs if follows else None
-
-    def end(
-        self, inputs: list[ReplicaInputs], outputs: list[Any], *, weight: float, synchronize: bool
-    ) -> list[Any]:
-        """Return the outputs with the cut behind them."""
-        rows, structures = zip(*map(flatten, outputs), strict=True)
-        if torch_internals.forward_mode_level() >= 0:
-            # They come from tensors that the module has from outside.
-            refuse_tangents([value for row in rows for value in row])
-        connected = self._cuts.connect(inputs, rows, weight=weight, synchronize=synchronize)
-        return [s.rebuild(row) for s, row in zip(structures, connected, strict=True)]
-
-    # --- the processes ---------------------------------------------------------------------------
-
-    def read_vote(self, *, needs_others: bool) -> None:
-        """Read the vote on the last round; raise if another process has failed since."""
-        try:
-            self.reducer.read_vote()
-        except (CollectiveError, CollectiveTimeout) as error:
-            # With new links all find out which processes got that round. A process that needs
-            # nobody goes on without those that have ended.
-            kind = "" if error.failure is None else error.failure.kind
-            if (kind != "late") if needs_others else (kind in ("raised", "late", "skipped")):
-                raise
-
-    def is_lost(self, *, needs_others: bool) -> bool:
-        """True if a forward needs other processes, and the links to them are broken."""
-        if self.processes is None:
-            return False
-        self.read_vote(needs_others=needs_others)
-        if needs_others:
-            self.reducer.check_left()
-        # New links would let it be forgotten that gradients of an earlier step are wrong.
-        self.processes.check_late()
-        # The others may have ended, and what is left to do here is an evaluation.
-        return self.processes.is_broken and needs_others
-
-    def has_parted(self) -> bool:
-        """True if others are still in a step that is open here; a collective call if one is."""
-        if self.processes is None or not self.processes.forwards.open_before():
-            return False
-        outcome = "The others drop their step, too, and nothing of it is kept"
-        try:
-            error = Agreement(self.processes, None).check(outcome)
-        except RanksParted as behind:
-            self.tell(behind)
-            raise
-        if error is not None:
-            self.tell(error)
-        return error is not None
-
-    def tell(self, error: BaseException) -> None:
-        """Let the other processes, which will wait for this one, know why its forward failed."""
-        if self.processes is not None:
-            report(error, "forward", self._options.process_group)
-
-    def close(self) -> None:
-        """Remove all hooks and give the process groups back."""
-        self._members.close()
-        self.reducer.close()
 
 
 class _NextWeight(threading.local):
@@ -499,7 +276,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         with self._forwards:
             before = self._made
             self._drop_training()
-            made = Training(self)
+            made = Training(
+                self.module, self.options, self._runner, self._progress, is_spread=self._spread
+            )
             if before is not None:
                 made.reducer.go_on_from(before.reducer)
             self._made = made
@@ -658,6 +437,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 one of PowerSGD, and ``nonfinite="skip"``.
             RuntimeError: There is a hook already.
         """
+        # Imported late: it loads all hooks of torch.
+        from dataparallel.reducer.comm_hooks import resolve_hook
+
         with self.reducer.noting_errors():
             resolved = resolve_hook(hook, state)
             if self.options.hook is not None:
@@ -832,12 +614,17 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         processes = self._training.processes
         if processes is None or not enable:
             return nullcontext()
-        divides = divide_by_initial_world_size
-        self._block = JoinBlock(self, divides=divides, step=step)
-        return self._block.run(throws=throw_on_early_termination)
+        block = self._make_block(divides=divide_by_initial_world_size, step=step)
+        return block.run(throws=throw_on_early_termination)
 
-    def _note_forward(self, *, reduces: bool) -> None:
-        """Another process, which has not joined, has made a forward."""
+    def _make_block(self, *, divides: bool, step: Callable[[], object] | None) -> JoinBlock:
+        # Bound to this wrapper, the function would keep it.
+        note = DistributedDataParallel._note_forward
+        self._block = JoinBlock(self, note, divides=divides, step=step)
+        return self._block
+
+    def _note_forward(self, reduces: bool) -> None:
+        """Note that another process, which has not joined, has made a forward."""
         self.require_forward_param_sync = reduces
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -845,8 +632,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if self._training.processes is None:
             return JoinHook()
         divides = kwargs.get("divide_by_initial_world_size", True)
-        self._block = JoinBlock(self, divides=divides, step=kwargs.get("step"))
-        return self._block
+        return self._make_block(divides=divides, step=kwargs.get("step"))
 
     @property
     def join_device(self) -> torch.device:

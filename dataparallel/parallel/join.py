@@ -23,18 +23,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.graph.originals import IN_GRAD
 from dataparallel.parallel.buffers import send_buffers, send_states
-
-if TYPE_CHECKING:
-    from dataparallel.parallel.distributed import DistributedDataParallel
 
 
 def _source(said: Sequence[int]) -> int:
@@ -43,18 +40,26 @@ def _source(said: Sequence[int]) -> int:
 
 
 class JoinBlock(JoinHook):
-    """The part of one wrapper in a block of ``join()``. See Note [A process that has joined]."""
+    """The part of one wrapper in a block of ``join()``. See Note [A process that has joined].
+
+    Args:
+        model: The wrapper, of which the block uses public names alone.
+        note_forward: Tells the wrapper that another process has made a forward.
+        divides: As ``divide_by_initial_world_size``.
+        step: The caller's step in a process that has joined.
+    """
 
     def __init__(
         self,
-        model: DistributedDataParallel[Any],
+        model: Joinable,
+        note_forward: Callable[[Any, bool], None],
         *,
         divides: bool,
         step: Callable[[], object] | None,
     ) -> None:
         # The wrapper has this block, and is not to be kept by it.
         self._model: Any = weakref.proxy(model)
-        self._divides, self._step = divides, step
+        self._note_forward, self._divides, self._step = note_forward, divides, step
         # True if this is our block, not one of torch's `Join`.
         self._is_own = False
         # The content of `.grad` when this process joined.
@@ -62,7 +67,7 @@ class JoinBlock(JoinHook):
 
     @property
     def _processes(self) -> Any:
-        return self._model._training.processes
+        return self._model.reducer.processes
 
     def _say(self, number: int) -> list[int]:
         """Exchange a number for one forward with all processes; a collective call.
@@ -118,7 +123,7 @@ class JoinBlock(JoinHook):
         model, reduces = self._model, max(said) > 1
         if model.will_sync_module_buffers():
             send_buffers(model.module, _source(said), self._processes.buckets)
-        model._note_forward(reduces=reduces)
+        self._note_forward(model, reduces)
         if not reduces:
             return
         if not self._kept:

@@ -1,0 +1,146 @@
+"""The clones and the worker threads of a wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from dataparallel import kernels
+from dataparallel.devices import is_accelerator, is_capturing
+from dataparallel.parallel.buffers import BufferPolicy, Members, mean_buffer, watch_of
+from dataparallel.replicas.clones import ModuleClones
+from dataparallel.replicas.values import ReplicaParameters, Sharing
+from dataparallel.threads.apply import Pace, apply_replicas
+from dataparallel.threads.context import one_thread
+from dataparallel.threads.timeline import Phase, Timeline
+from dataparallel.threads.workers import WorkerPools
+
+T = TypeVar("T")
+
+
+class Runner:
+    """The clones and the worker threads of one wrapper; calls may be nested, and in threads."""
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        policy: BufferPolicy,
+        timeline: Timeline,
+        before: Runner | None = None,
+    ) -> None:
+        self.devices, self.policy, self.timeline = tuple(devices), policy, timeline
+        self._members: Members = before._members if before else Members(policy)
+        self._pools = WorkerPools()
+        # The kinds of calls that compile nothing.
+        self._quiet_calls: set[Hashable] = set()
+        self._paces: dict[Phase, Pace] = {"forward": Pace(), "backward": Pace()}
+        # The clones of the model, and some of criteria and of forwards that run at the same time.
+        self._idle: deque[ModuleClones] = deque(maxlen=8)
+        # Per thread the first replica of those that it was given last, their clones, and whether
+        # others may have these afterwards. Users, too, call `replicate`, maybe without any forward.
+        self._lent: dict[int, tuple[Any, ModuleClones, bool]] = {}
+        several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
+        #: For what the calling thread itself does to the inputs and outputs of replicas.
+        self.quiet: Callable[[], AbstractContextManager[None]] = (
+            one_thread if several_on_cpu else contextlib.nullcontext
+        )
+        if len(self.devices) > 1:
+            for device in set(self.devices):
+                kernels.warm_up(device)
+
+    # --- threads ---------------------------------------------------------------------------------
+
+    def run(self, calls: Sequence[Callable[[], T]], phase: Phase = "forward") -> list[T]:
+        """Run one call per replica, each in its replica's thread and on its device."""
+        return apply_replicas(
+            calls,
+            self.devices[: len(calls)],
+            self._pools,
+            quiet=self._quiet_calls,
+            pace=self._paces.get(phase),
+            timeline=self.timeline,
+            phase=phase,
+        )
+
+    def close(self) -> None:
+        """End the worker threads; the next call starts new ones."""
+        self._pools.close()
+
+    # --- clones ----------------------------------------------------------------------------------
+
+    def lend(
+        self, module: nn.Module, num_replicas: int, standing: ModuleClones | None = None
+    ) -> list[Any]:
+        """Replicas of a module for the first slots, up to date; to be used within :meth:`using`.
+
+        They are those of ``standing``, if these are clones of the module.
+        """
+        if standing is not None and standing.module is not module:
+            standing = None
+        if len(set(self.devices)) > 1 and is_capturing(self.devices[0]):
+            raise RuntimeError(
+                "a CUDA graph cannot record replicas on several devices: it would leave out that "
+                "what an optimizer changes is copied to the others between the steps; record one "
+                "process per GPU, or compile the module with mode='reduce-overhead'"
+            )
+        clones = standing or self._take_idle(module) or self.make_clones(module)
+        replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
+        self._lent[threading.get_ident()] = replicas[0], clones, standing is None
+        return replicas
+
+    def make_clones(
+        self,
+        module: nn.Module,
+        leaves: ReplicaParameters | None = None,
+        members: Members | None = None,
+    ) -> ModuleClones:
+        """Clones whose buffers are treated as the policy says; ``members`` have the batch."""
+        # A mean is written to the original, which must not be what a replica saved for backward.
+        is_mean = self.policy == "mean" and len(self.devices) > 1
+        sharing: Sharing = "none" if is_mean else "first"
+        watch = watch_of(module, self.policy)
+        dress = functools.partial((members or self._members).dress, watch)
+        return ModuleClones(module, self.devices, sharing, leaves=leaves, dress=dress)
+
+    def _take_idle(self, module: nn.Module) -> ModuleClones | None:
+        """Clones of a module that no forward uses, out of what several threads may take from."""
+        for clones in list(self._idle):
+            if clones.module is module:
+                with contextlib.suppress(ValueError):
+                    self._idle.remove(clones)
+                    return clones
+        return None
+
+    @contextlib.contextmanager
+    def using(self, replicas: Sequence[Any]) -> Iterator[ModuleClones | None]:
+        """Use what was lent last; gives the clones, if there are any."""
+        first, clones, returns = self._lent.pop(threading.get_ident(), (None, None, False))
+        if clones is None or replicas[0] is not first:
+            # It runs the module itself, or replicas that the user has made.
+            yield None
+            return
+        try:
+            yield clones
+        finally:
+            clones.release()
+            if returns:
+                self._idle.append(clones)
+
+    def check(self, clones: ModuleClones, sizes: Sequence[int]) -> bool:
+        """See that a forward wrote nothing that it must not, and merge buffers.
+
+        Returns whether replicas have assigned something to attributes.
+        """
+        assigned = clones.check()
+        watch_of(clones.module, self.policy).look(clones)
+        if self.policy == "mean" and len(self.devices) > 1:
+            clones.merge_buffers(functools.partial(mean_buffer, sizes))
+        return assigned

@@ -1,0 +1,261 @@
+"""The reducer, the links to other processes and the standing clones of one module.
+
+A wrapper that reduces gradients makes another one where parameters are replaced, or links break.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dataparallel import kernels, torch_internals
+from dataparallel.batch.tree import flatten
+from dataparallel.comm.failures import (
+    CollectiveError,
+    CollectiveTimeout,
+    RanksParted,
+    report,
+)
+from dataparallel.devices import is_accelerator
+from dataparallel.graph.cut import Cuts, Forwards, ReplicaInputs
+from dataparallel.graph.functions import refuse_tangents
+from dataparallel.parallel.buffers import Members, has_sync_batch_norm, runs_by_itself
+from dataparallel.parallel.runner import Runner
+from dataparallel.reducer.exchange import Agreement, Progress, ReducerProcesses
+from dataparallel.reducer.options import MixedPrecision, Options, trained_parameters
+from dataparallel.reducer.reducer import Reducer
+from dataparallel.reducer.verify import verify_across_processes
+from dataparallel.replicas.clones import check_placement, refuse_uninitialized
+from dataparallel.replicas.values import ReplicaParameters
+
+if TYPE_CHECKING:
+    from dataparallel.parallel.capture import Recorder
+
+
+class Training:
+    """The reducer, links and clones of one module, as it is now; made without communication.
+
+    Args:
+        module: The module.
+        options: The wrapper's options.
+        runner: The threads and devices of the replicas.
+        progress: The wrapper's record of its rounds.
+        is_spread: True if the module is one replica on several devices.
+
+    Attributes:
+        processes: The links; None if there is no other process and no hook.
+        direct: True if the module itself runs: there is nothing to reduce.
+        recorder: The recorder of the replicas in graphs, if there is one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: Options,
+        runner: Runner,
+        progress: Progress,
+        *,
+        is_spread: bool,
+    ) -> None:
+        group = options.process_group
+        group = group if options.world_size > 1 or options.hook else None
+        self._module, self._options, self._runner = module, options, runner
+        self._members = Members(
+            runner.policy, group, separate=options.separate, timeout=options.timeout
+        )
+        self._refuse_options(is_spread=is_spread)
+        refuse_uninitialized(module)
+        if not is_spread:
+            check_placement(module, runner.devices[0])
+        self._trained = trained_parameters(module)
+        trained = set(self._trained.indices)
+        self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
+        self.processes: ReducerProcesses | None = None
+        if group is not None:
+            verify = functools.partial(verify_across_processes, module, self._trained, options)
+            self.processes = ReducerProcesses(
+                group,
+                options.timeout,
+                progress,
+                verify,
+                Forwards(module),
+                hooked=options.hook is not None,
+            )
+            for device in {parameter.device for parameter in self._trained.parameters}:
+                kernels.warm_up(device)
+        with self._as_made():
+            leaves = self._make_leaves()
+            self.reducer = Reducer(
+                self._trained, leaves, options, self.processes, timeline=runner.timeline
+            )
+            self._make_replicas(leaves)
+
+    def _refuse_options(self, *, is_spread: bool) -> None:
+        """Raise a ValueError for options that do not go together with this module."""
+        options, policy, module = self._options, self._runner.policy, self._module
+        averages = options.average == "samples" and options.world_size > 1
+        if averages and self._members.spans_processes(module):
+            raise ValueError(
+                "batch norm over several processes (buffers='sync', or torch.nn.SyncBatchNorm) and "
+                "average='samples' do not go together: the weights would come after backward, when "
+                "gradients have gone through the statistics to other processes; multiply the loss "
+                "by its process's share of the samples, and use average='none'"
+            )
+        waits = policy == "sync" or has_sync_batch_norm(module)
+        if options.capture and (is_spread or waits):
+            raise ValueError(
+                "capture=True goes neither with buffers='sync' or torch.nn.SyncBatchNorm, whose "
+                "replicas wait for each other, nor with a module whose layers are on several "
+                "devices; leave one of them out"
+            )
+
+    def _as_made(self) -> AbstractContextManager[None]:
+        """Return the mode in which the parameters were made: inference-mode leaves never train."""
+        return torch.inference_mode(any(map(torch.Tensor.is_inference, self._module.parameters())))
+
+    def _make_leaves(self) -> list[list[nn.Parameter]]:
+        """Make what the replicas compute with; returns what is trained of it."""
+        dtype = self._options.mixed_precision.param_dtype
+        parameters = list(self._module.parameters())
+        self.leaves = ReplicaParameters(parameters, self._runner.devices, dtype)
+        return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
+
+    def _make_replicas(self, leaves: list[list[nn.Parameter]]) -> None:
+        options, runner = self._options, self._runner
+        self._cuts = Cuts(
+            self.reducer.reduce,
+            self._trained.parameters,
+            leaves,
+            functools.partial(runner.run, phase="backward"),
+            together=runner.policy == "sync" or any(map(is_accelerator, runner.devices)),
+            forwards=None if self.processes is None else self.processes.forwards,
+            timeline=runner.timeline,
+        )
+        self.clones = runner.make_clones(self._module, self.leaves, self._members)
+        self.direct = (
+            len(runner.devices) == 1
+            and self.processes is None
+            and options.mixed_precision == MixedPrecision()
+            and options.optimizers is None
+            and options.nonfinite.action == "ignore"
+            and not options.capture
+            and runs_by_itself(self._module)
+        )
+        self.recorder: Recorder | None = None
+        if options.capture:
+            # Imported late: few record.
+            from dataparallel.parallel.capture import Recorder
+
+            self.recorder = Recorder(self.leaves, runner.devices)
+
+    def use_runner(self, runner: Runner) -> None:
+        """Train on another runner's devices from now on; the other processes need not know."""
+        self._cuts.retire()
+        self._runner = runner
+        with self._as_made():
+            leaves = self._make_leaves()
+            self.reducer.use_leaves(leaves)
+            self._make_replicas(leaves)
+
+    def fits(self, module: nn.Module) -> bool:
+        """True if leaves and reducer are right for a module and its parameters as they are now."""
+        if self.direct or module is not self._module:
+            return module is self._module
+        same = self.clones.follow() and self.leaves.follow()
+        return same and not any(map(attrgetter("requires_grad"), self._untrained))
+
+    @property
+    def has_buffers(self) -> bool:
+        """True if the module had buffers when :meth:`fits` was asked last; True if unknown."""
+        return self.clones.parts is None or bool(self.clones.parts.buffers)
+
+    # --- one forward -----------------------------------------------------------------------------
+
+    def begin(
+        self, args: Sequence[Any], kwargs: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any], list[ReplicaInputs] | None]:
+        """Return the arguments of the replicas, and their inputs if gradients are computed."""
+        precision = self._options.mixed_precision
+        follows = not self.direct and torch.is_grad_enabled()
+        if not follows and precision.param_dtype is None:
+            return args, kwargs, None
+        if follows:
+            self._cuts.begin(self.leaves.num_changes)
+        inputs: list[ReplicaInputs] = []
+        pairs = []
+        for pair in zip(args, kwargs, strict=True):
+            values, structure = flatten(pair)
+            if precision.param_dtype is not None:
+                values = list(map(precision.convert_input, values))
+            if follows:
+                inputs.append(ReplicaInputs(values))
+                values = inputs[-1].given
+            pairs.append(structure.rebuild(values))
+        args, kwargs = zip(*pairs, strict=True)
+        return args, kwargs, inputs if follows else None
+
+    def end(
+        self, inputs: list[ReplicaInputs], outputs: list[Any], *, weight: float, synchronize: bool
+    ) -> list[Any]:
+        """Return the outputs with the cut behind them."""
+        rows, structures = zip(*map(flatten, outputs), strict=True)
+        if torch_internals.forward_mode_level() >= 0:
+            # They come from tensors that the module has from outside.
+            refuse_tangents([value for row in rows for value in row])
+        connected = self._cuts.connect(inputs, rows, weight=weight, synchronize=synchronize)
+        return [s.rebuild(row) for s, row in zip(structures, connected, strict=True)]
+
+    # --- the processes ---------------------------------------------------------------------------
+
+    def read_vote(self, *, needs_others: bool) -> None:
+        """Read the vote on the last round; raise if another process has failed since."""
+        try:
+            self.reducer.read_vote()
+        except (CollectiveError, CollectiveTimeout) as error:
+            # With new links all find out which processes got that round. A process that needs
+            # nobody goes on without those that have ended.
+            kind = "" if error.failure is None else error.failure.kind
+            if (kind != "late") if needs_others else (kind in ("raised", "late", "skipped")):
+                raise
+
+    def is_lost(self, *, needs_others: bool) -> bool:
+        """True if a forward needs other processes, and the links to them are broken."""
+        if self.processes is None:
+            return False
+        self.read_vote(needs_others=needs_others)
+        if needs_others:
+            self.reducer.check_left()
+        # New links would let it be forgotten that gradients of an earlier step are wrong.
+        self.processes.check_late()
+        # The others may have ended, and what is left to do here is an evaluation.
+        return self.processes.is_broken and needs_others
+
+    def has_parted(self) -> bool:
+        """True if others are still in a step that is open here; a collective call if one is."""
+        if self.processes is None or not self.processes.forwards.open_before():
+            return False
+        outcome = "The others drop their step, too, and nothing of it is kept"
+        try:
+            error = Agreement(self.processes, None).check(outcome)
+        except RanksParted as behind:
+            self.tell(behind)
+            raise
+        if error is not None:
+            self.tell(error)
+        return error is not None
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other processes, which will wait for this one, know why its forward failed."""
+        if self.processes is not None:
+            report(error, "forward", self._options.process_group)
+
+    def close(self) -> None:
+        """Remove all hooks and give the process groups back."""
+        self._members.close()
+        self.reducer.close()
