@@ -355,7 +355,7 @@ def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
     from safetensors.torch import load_file
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
-    from dataparallel.extras.hugging_face import ReplicasMixin
+    from dataparallel.extras.hugging_face import TrainerMixin
 
     class Own(Seq2SeqTrainer):  # type: ignore[misc]
         def __init__(self, model: Any, args: TrainingArguments, **others: Any) -> None:
@@ -363,7 +363,7 @@ def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
             args = Seq2SeqTrainingArguments(**options)
             super().__init__(model, args, **others)
 
-    class Parallel(ReplicasMixin, Own):
+    class Parallel(TrainerMixin, Own):
         def __init__(self, *args: Any, **others: Any) -> None:
             super().__init__(*args, **others)
             assert self.args.n_gpu == 0 and self.args.train_batch_size == 5

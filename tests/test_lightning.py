@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel.extras.lightning import Replicas, ReplicasMixin
+from dataparallel.extras.lightning import Replicas, StrategyMixin
 from tests.launched import launched
 from tests.models import assert_all_close
 from tests.test_docstrings import definitions
@@ -221,7 +221,7 @@ def test_a_wrapper_of_the_lightning_module(caplog: pytest.LogCaptureFixture) -> 
 def test_the_other_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = pytest.importorskip("pytorch_lightning")
 
-    class Parallel(ReplicasMixin, other.strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
+    class Parallel(StrategyMixin, other.strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
         pass
 
     class Plain(other.LightningModule):  # type: ignore[misc, name-defined]

@@ -86,12 +86,14 @@ def test_contestants_take_turns_round_by_round(
 @pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {*multiprocessing.active_children()}
-    with pytest.raises(harness.WorkerError, match="worker 0 of b ended with status 7"):
+    with pytest.raises(harness.ContestantError, match="worker 0 of b ended with status 7"):
         harness.measure("x", teams("b"), 1, 13)
-    with pytest.raises(harness.WorkerError, match=r"(?s)worker 0 of c has failed:.*no such kind"):
+    with pytest.raises(
+        harness.ContestantError, match=r"(?s)worker 0 of c has failed:.*no such kind"
+    ):
         harness.measure("x", teams("c", kind="ddp"), 1, 1)
     monkeypatch.setattr(harness, "_TIMEOUT", 0.0)
-    with pytest.raises(harness.WorkerError, match="worker 0 of d did not answer within 0 s"):
+    with pytest.raises(harness.ContestantError, match="worker 0 of d did not answer within 0 s"):
         harness.measure("x", teams("d"), 1, 1)
     assert {*multiprocessing.active_children()} <= before
 

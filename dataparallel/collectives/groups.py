@@ -67,8 +67,8 @@ from dataparallel.collectives.exchange import Layout, bring, exchange_of, spread
 from dataparallel.collectives.operations import (
     AllReduce,
     AllToAll,
-    Call,
     Collective,
+    CollectiveCall,
     Node,
     run_call,
     sides_of,
@@ -169,7 +169,7 @@ def _results(brought: Sequence[Brought]) -> Sequence[Tensor]:
     return results
 
 
-class LocalCall(Call):
+class LocalCall(CollectiveCall):
     """A collective of the replicas of one call."""
 
     def run(self, collective: Collective, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -574,7 +574,7 @@ class HybridGroup(LocalGroup):
 
 
 @dataclass(frozen=True)
-class HybridCall(Call):
+class HybridCall(CollectiveCall):
     """A collective that all processes came to.
 
     Attributes:

@@ -331,7 +331,7 @@ class AllToAll(Collective):
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective of a group: what the members of this process call together.
 
     Attributes:
@@ -353,7 +353,7 @@ class Call:
         raise NotImplementedError
 
 
-def run_call(call: Call, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def run_call(call: CollectiveCall, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the results for the members of this process, differentiable to any order."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         results: Sequence[Tensor] = apply_function(Node, call, None, None, *inputs)
@@ -370,7 +370,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        call: Call, results: Sequence[Tensor] | None, turn: Tensor | None, *inputs: Tensor
+        call: CollectiveCall, results: Sequence[Tensor] | None, turn: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         if results is None:
             results = call.compute([x.detach() for x in inputs])
@@ -418,7 +418,9 @@ def is_recorded(tensor: Tensor) -> bool:
     return recorded or torch_internals.forward_mode_level() >= 0
 
 
-def _derivative(call: Call, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def _derivative(
+    call: CollectiveCall, inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Sequence[Tensor]:
     """Per member of this process, the gradient of its input, from those of the outputs.
 
     See Note [Derivatives of collectives]. Only the inputs' shape counts, unless saved.
@@ -453,7 +455,7 @@ def _derivative(call: Call, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -
 
 
 def _times_factor(
-    call: Call, inputs: Sequence[Tensor], totals: Sequence[Tensor]
+    call: CollectiveCall, inputs: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     op = call.collective.op
     if op == "sum":

@@ -55,8 +55,8 @@ from dataparallel.collectives.operations import (
     AllGather,
     AllToAll,
     Broadcast,
-    Call,
     Collective,
+    CollectiveCall,
     Gather,
     Node,
     Scatter,
@@ -122,7 +122,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class ProcessCall(Call):
+class ProcessCall(CollectiveCall):
     """A collective of the processes of a group."""
 
     group_name: str

@@ -69,7 +69,7 @@ class Worker(Protocol):
 _AnyWorker: TypeAlias = Worker
 
 
-class Extension(Protocol):
+class AutogradExtension(Protocol):
     """The interface of ``csrc/bindings.cpp``."""
 
     def Worker(self, name: str, id: int) -> Worker: ...
@@ -79,24 +79,24 @@ class Extension(Protocol):
     def maker(self, number: int) -> int: ...
 
 
-_loaded: Extension | None = None
+_loaded: AutogradExtension | None = None
 
 
-def extension() -> Extension:
+def extension() -> AutogradExtension:
     """Return the extension, compiled at the first use on a machine."""
     global _loaded
     if _loaded is None:
-        _loaded = cast(Extension, _EXTENSION.load())
+        _loaded = cast(AutogradExtension, _EXTENSION.load())
         atexit.register(_end, _loaded)
     return _loaded
 
 
-def _end(native: Extension) -> None:
+def _end(native: AutogradExtension) -> None:
     """End the passes of this process: a thread that wants the interpreter later would abort it."""
     native.set_process_worker(None)
     native.wait_for_threads(_AT_EXIT)
 
 
-def loaded() -> Extension | None:
+def loaded() -> AutogradExtension | None:
     """Return the extension if something has loaded it, else None: then no pass can be under way."""
     return _loaded

@@ -15,7 +15,7 @@ from dataparallel.parallel.distributed import DistributedDataParallel
 with needs_extra("trainer"):
     import transformers
 
-__all__ = ["ReplicasMixin", "Trainer"]
+__all__ = ["Trainer", "TrainerMixin"]
 
 
 _REMEDY = (
@@ -24,12 +24,12 @@ _REMEDY = (
 )
 
 
-class ReplicasMixin:
+class TrainerMixin:
     """A mixin that lets a subclass of Hugging Face's ``Trainer`` use all devices of its process.
 
     Example::
 
-        class MyTrainer(ReplicasMixin, transformers.Seq2SeqTrainer):
+        class MyTrainer(TrainerMixin, transformers.Seq2SeqTrainer):
             pass
 
     Args:
@@ -76,7 +76,7 @@ class ReplicasMixin:
         return self._wrapper
 
 
-class Trainer(ReplicasMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """A ``transformers.Trainer`` that trains and evaluates on all devices of its process.
 
     Losses, logs, predictions and weights are those of ``transformers.Trainer`` with one device. It

@@ -1,7 +1,7 @@
 """A strategy for Lightning: the steps of a LightningModule run in replicas.
 
 It is for the package ``lightning``, or for ``pytorch_lightning`` if only that is imported or
-installed; for both in one program see :class:`ReplicasMixin`.
+installed; for both in one program see :class:`StrategyMixin`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataparallel.extras.chunk_losses import ChunkLosses
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
 
-__all__ = ["Replicas", "ReplicasMixin"]
+__all__ = ["Replicas", "StrategyMixin"]
 
 #: The packages that may contain Lightning; a name alone imports nothing.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -44,12 +44,12 @@ with needs_extra("lightning"):
     _strategies: Any = importlib.import_module(f"{_package()}.strategies")
 
 
-class ReplicasMixin:
+class StrategyMixin:
     """A mixin that turns a strategy of Lightning for one device into one for replicas.
 
     Example::
 
-        class Parallel(ReplicasMixin, pytorch_lightning.strategies.SingleDeviceStrategy):
+        class Parallel(StrategyMixin, pytorch_lightning.strategies.SingleDeviceStrategy):
             pass
 
     Args:
@@ -138,7 +138,7 @@ class ReplicasMixin:
         super().teardown()  # type: ignore[misc]
 
 
-class Replicas(ReplicasMixin, _strategies.SingleDeviceStrategy):  # type: ignore[misc]
+class Replicas(StrategyMixin, _strategies.SingleDeviceStrategy):  # type: ignore[misc]
     """A strategy that trains a LightningModule, as it is, on all devices of this process.
 
     Losses, logs, outputs and weights are those of one device. Each step runs in the replicas, each

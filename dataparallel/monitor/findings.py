@@ -101,7 +101,7 @@ class ReplicaTotals(NamedTuple):
     host_bound: float = 0.0
 
 
-class Part(NamedTuple):
+class StepWindow(NamedTuple):
     """Steps in a row: a single one, or those between two looks at a run."""
 
     num_steps: int
@@ -112,15 +112,15 @@ class Part(NamedTuple):
     kind: str | None
     begins_run: bool
     #: The last step by itself, if it is known.
-    last: Part | None = None
+    last: StepWindow | None = None
 
     @staticmethod
-    def of(step: StepRecord) -> Part:
-        """Return a step as a part."""
+    def of(step: StepRecord) -> StepWindow:
+        """Return a step as a window."""
         replicas = [
             ReplicaTotals(one.samples, one.seconds, one.host_bound) for one in step.replicas
         ]
-        return Part(1, step.seconds, step.samples, replicas, step.kind, step.number == 1)
+        return StepWindow(1, step.seconds, step.samples, replicas, step.kind, step.number == 1)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class ReplicaScore:
 
 @dataclass(frozen=True)
 class RunTotals:
-    """The totals over parts of a run."""
+    """The totals over windows of a run."""
 
     num_steps: int
     seconds: float
@@ -180,13 +180,13 @@ class RunTotals:
         return sum(sum(self.each(phase)) for phase in phases) / len(self.replicas)
 
 
-def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
-    """Add up parts of a run, which have the same replicas."""
-    number = sum(part.num_steps for part in parts)
-    own_phases = _own_phases(parts, info)
+def add_up(windows: Sequence[StepWindow], info: RunInfo) -> RunTotals:
+    """Add up windows of a run, which have the same replicas."""
+    number = sum(window.num_steps for window in windows)
+    own_phases = _own_phases(windows, info)
     rows, samples = [], []
     for i in range(len(info.devices)):
-        own = [part.replicas[i] for part in parts]
+        own = [window.replicas[i] for window in windows]
         sums = {phase: sum(one.seconds.get(phase, 0.0) for one in own) for phase in PHASES}
         rows.append({phase: seconds / number for phase, seconds in sums.items() if seconds})
         samples.append(sum(one.samples for one in own) / max(1, number))
@@ -200,11 +200,11 @@ def add_up(parts: Sequence[Part], info: RunInfo) -> RunTotals:
         replicas.append(ReplicaScore(i, info.devices[i], samples[i], seconds, shares, *scores))
     return RunTotals(
         number,
-        sum(part.seconds for part in parts),
-        sum(part.samples for part in parts),
+        sum(window.seconds for window in windows),
+        sum(window.samples for window in windows),
         tuple(replicas),
         own_phases,
-        sum(one.host_bound for part in parts for one in part.replicas)
+        sum(one.host_bound for window in windows for one in window.replicas)
         / (max(1, number) * len(info.devices)),
     )
 
@@ -213,7 +213,7 @@ def _relative(values: Sequence[float], i: int) -> float | None:
     return min(value for value in values if value > 0) / values[i] if values[i] > 0 else None
 
 
-def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
+def _own_phases(windows: Sequence[StepWindow], info: RunInfo) -> tuple[Phase, ...]:
     """Return the phases in which replicas go at their own speed.
 
     The loss is one if the replicas compute it, and not if the first one does it for all. The
@@ -223,10 +223,12 @@ def _own_phases(parts: Sequence[Part], info: RunInfo) -> tuple[Phase, ...]:
     if len(info.devices) == 1:
         return ("forward", "loss", "backward")
     chosen: list[Phase] = ["forward"]
-    losses = [[one.seconds.get("loss", 0.0) > 0 for one in part.replicas] for part in parts]
-    if any(sum(part) > 1 for part in losses):
+    losses = [[one.seconds.get("loss", 0.0) > 0 for one in window.replicas] for window in windows]
+    if any(sum(window) > 1 for window in losses):
         chosen.append("loss")
-    backwards = [[one.seconds.get("backward", 0.0) for one in part.replicas] for part in parts]
+    backwards = [
+        [one.seconds.get("backward", 0.0) for one in window.replicas] for window in windows
+    ]
     if info.num_buckets and any(max(row) - min(row) > 1e-6 * max(row) for row in backwards):
         chosen.append("backward")
     return tuple(chosen)
@@ -253,7 +255,7 @@ class Straggler:
     waste: float
 
 
-def imbalance(totals: RunTotals, steps: Sequence[Part] = ()) -> float | None:
+def imbalance(totals: RunTotals, steps: Sequence[StepWindow] = ()) -> float | None:
     """Computing time of the slowest replica over the mean, in these steps, or in all together."""
     rows = [_computes(step, totals) for step in steps] or [totals.computes]
     positive = [[value for value in row if value > 0] for row in rows]
@@ -262,7 +264,7 @@ def imbalance(totals: RunTotals, steps: Sequence[Part] = ()) -> float | None:
     return sum(map(max, several)) / mean if mean else None
 
 
-def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler | None:
+def find_straggler(totals: RunTotals, steps: Sequence[StepWindow] = ()) -> Straggler | None:
     """Return the replica that holds up the others; single steps tell if it is always the same."""
     computes = totals.computes
     taking_part = [value for value in computes if value > 0]
@@ -284,7 +286,7 @@ def find_straggler(totals: RunTotals, steps: Sequence[Part] = ()) -> Straggler |
     return Straggler(slowest, moves, excess, excess * mean)
 
 
-def _computes(step: Part, totals: RunTotals) -> list[float]:
+def _computes(step: StepWindow, totals: RunTotals) -> list[float]:
     seconds = [replica.seconds for replica in step.replicas]
     return [sum(one.get(phase, 0.0) for phase in totals.own_phases) for one in seconds]
 

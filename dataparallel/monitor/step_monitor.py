@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dataparallel.devices import memory_allocated, memory_of
 from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.attach import Publisher
-from dataparallel.monitor.findings import Part
+from dataparallel.monitor.findings import StepWindow
 from dataparallel.monitor.loggers import MetricsLogger
 from dataparallel.monitor.module_spans import ModuleSpans, device_of
 from dataparallel.monitor.record import StepRecord
@@ -226,7 +226,7 @@ class StepMonitor:
 
     def _summarize(self, steps: Sequence[StepRecord]) -> Summary:
         state = self.state()
-        return summarize([Part.of(step) for step in steps], state.info, state=state)
+        return summarize([StepWindow.of(step) for step in steps], state.info, state=state)
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the timelines of all replicas, for https://ui.perfetto.dev or chrome://tracing.

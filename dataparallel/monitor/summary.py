@@ -11,8 +11,8 @@ from typing import Literal
 
 from dataparallel.monitor.findings import (
     Finding,
-    Part,
     ReplicaScore,
+    StepWindow,
     Straggler,
     add_up,
     find_changes,
@@ -236,17 +236,17 @@ def duration(seconds: float) -> str:
 
 
 def summarize(
-    parts: Sequence[Part],
+    windows: Sequence[StepWindow],
     info: RunInfo,
     slowed: Mapping[str, str] | None = None,
     state: RunState | None = None,
 ) -> Summary:
-    """Sum up steps, in any parts; only training steps, if there are any.
+    """Sum up steps, in any windows; only training steps, if there are any.
 
     ``slowed`` tells, by the name of a device, why it is slowed down, in words; ``state`` of the run
     tells of memory, and what watching took.
     """
-    chosen = _without_others(parts)
+    chosen = _without_others(windows)
     usual = _without_outliers(chosen)
     totals, steady = add_up(chosen, info), add_up(usual, info)
     lasts = [one if one.num_steps == 1 else one.last for one in usual]
@@ -259,7 +259,7 @@ def summarize(
         deciles = statistics.quantiles(each, n=10, method="inclusive")
         times = StepTimes(deciles[4], deciles[8], max(each))
     kind: Literal["train", "inference", "all"] = "train"
-    if parts and all(one.kind == "inference" for one in parts):
+    if windows and all(one.kind == "inference" for one in windows):
         kind = "inference"
     elif totals.num_steps and not singles:
         # Between training steps there may have been evaluations.
@@ -269,7 +269,7 @@ def summarize(
     return Summary(
         totals.num_steps,
         kind,
-        _num_steps(parts) - totals.num_steps,
+        _num_steps(windows) - totals.num_steps,
         totals.num_steps - steady.num_steps,
         totals.step_seconds,
         times,
@@ -284,22 +284,22 @@ def summarize(
     )
 
 
-def _without_others(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts that train, if any does, without those with which a run began."""
-    train = [one for one in parts if one.kind != "inference"] or list(parts)
+def _without_others(windows: Sequence[StepWindow]) -> list[StepWindow]:
+    """Return the windows that train, if any does, without those with which a run began."""
+    train = [one for one in windows if one.kind != "inference"] or list(windows)
     warm = [one for one in train if not one.begins_run]
     enough = max(_ENOUGH, 0.1 * (_num_steps(train) - _num_steps(warm)))
     return warm if _num_steps(warm) >= enough else train
 
 
-def _without_outliers(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts whose steps take at most 5 times the median; all, if others are not rare."""
-    each = [one.seconds / one.num_steps for one in parts]
+def _without_outliers(windows: Sequence[StepWindow]) -> list[StepWindow]:
+    """Return the windows of at most 5 times the median step; all if others are not rare."""
+    each = [one.seconds / one.num_steps for one in windows]
     limit = _OUTLIER * statistics.median(each) if each else 0.0
-    usual = [one for one, seconds in zip(parts, each, strict=True) if seconds <= limit]
-    rare = max(1.0, _RARE * _num_steps(parts))
-    return usual if _num_steps(parts) - _num_steps(usual) <= rare else list(parts)
+    usual = [one for one, seconds in zip(windows, each, strict=True) if seconds <= limit]
+    rare = max(1.0, _RARE * _num_steps(windows))
+    return usual if _num_steps(windows) - _num_steps(usual) <= rare else list(windows)
 
 
-def _num_steps(parts: Sequence[Part]) -> int:
-    return sum(one.num_steps for one in parts)
+def _num_steps(windows: Sequence[StepWindow]) -> int:
+    return sum(one.num_steps for one in windows)

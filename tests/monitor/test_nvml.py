@@ -27,7 +27,7 @@ from dataparallel.monitor.readings.nvml_devices import NO_NAMES, sees_host_proce
 from dataparallel.monitor.readings.nvml_query import MEANINGS, explain
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
-from dataparallel.monitor.readings.visible_devices import Identity, visible_devices
+from dataparallel.monitor.readings.visible_devices import DeviceIdentity, visible_devices
 from tests.monitor.cases import GIB, make_info
 from tests.monitor.nvml_stub import ALL_LINKS, EVERYTHING, NEW, OLD, Clock, Device, Stub
 from tests.monitor.nvml_stub import clock as clock
@@ -604,11 +604,11 @@ def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 # --- which device is which to torch ----------------------------------------------------------
 
-FOUR = [Identity(f"GPU-{letter}{number}zz", "H100") for letter in "ab" for number in (1, 2)]
-PARTED = [Identity("GPU-a1", "H100", ("MIG-x1", "MIG-x2")), Identity("GPU-a2", "H100")]
+FOUR = [DeviceIdentity(f"GPU-{letter}{number}zz", "H100") for letter in "ab" for number in (1, 2)]
+PARTED = [DeviceIdentity("GPU-a1", "H100", ("MIG-x1", "MIG-x2")), DeviceIdentity("GPU-a2", "H100")]
 
 
-def order(text: str, devices: list[Identity]) -> list[str]:
+def order(text: str, devices: list[DeviceIdentity]) -> list[str]:
     """Return the identities in torch's order."""
     by_key = visible_devices({"CUDA_VISIBLE_DEVICES": text}, devices).by_key
     return sorted(by_key, key=lambda key: int(by_key[key].split(":")[1]))
@@ -682,7 +682,7 @@ def test_without_the_variable_all_are_visible_or_one_instance() -> None:
 )
 def test_a_note_where_cuda_may_count_differently(variable: str, is_certain: bool) -> None:
     environment = dict([variable.split("=")])
-    notes = visible_devices(environment, [FOUR[0], Identity("GPU-c1", "T400")]).notes
+    notes = visible_devices(environment, [FOUR[0], DeviceIdentity("GPU-c1", "T400")]).notes
     assert ("PCI_BUS_ID" not in "".join(notes)) == is_certain
     assert visible_devices(environment, FOUR).notes == ()
 

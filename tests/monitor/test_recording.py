@@ -21,7 +21,7 @@ from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import record_command
-from dataparallel.tools.monitor.recorder import Recorder
+from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.replay import Replay
 from tests.monitor.cases import device, make_sample, sample
@@ -33,7 +33,7 @@ def numbered(number: int) -> Sample:
 
 
 def record(path: Path, *samples: Sample, **options: Any) -> None:
-    with Recorder(path, about={"interval": 1.0}, **options) as recorder:
+    with SampleRecorder(path, about={"interval": 1.0}, **options) as recorder:
         for one in samples:
             recorder.record(one)
 
@@ -152,11 +152,11 @@ def test_what_is_no_recording_is_neither_read_nor_touched(
         read_recording(path)
     if content:
         with pytest.raises(ValueError, match=f"{expected}.*choose another file, or move it away"):
-            Recorder(path)
+            SampleRecorder(path)
         # Nor where it would be renamed, and removed in the end.
         older = path.rename(path.with_suffix(".2"))
         with pytest.raises(ValueError, match=expected):
-            Recorder(path)
+            SampleRecorder(path)
         assert older.read_bytes() == content
 
 
@@ -164,17 +164,17 @@ def test_what_is_no_recording_is_neither_read_nor_touched(
 def test_only_a_file_is_recorded_to(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"cannot record to .*: it is no file, or its folder"):
-        Recorder(tmp_path / name)
+        SampleRecorder(tmp_path / name)
     with pytest.raises(ValueError, match=r"there is no file .*x; `dataparallel monitor record"):
         read_recording(tmp_path / "x")
 
 
 def test_a_second_recorder_on_the_same_file_is_refused(path: Path) -> None:
-    with Recorder(path, max_bytes=4096) as first:
+    with SampleRecorder(path, max_bytes=4096) as first:
         for number in range(12):
             first.record(numbered(number))
             with pytest.raises(ValueError, match=r"somebody else is recording to .*run now; end"):
-                Recorder(path)
+                SampleRecorder(path)
     # The lock ends with the recorder.
     record(path, numbered(30))
     assert elapsed(path)[-1] == 30.0
@@ -197,7 +197,7 @@ def room_in_files(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("room", [1500, 2999])
 def test_a_full_disk_is_told_once_and_waited_for(path: Path, room: int) -> None:
     told: list[str] = []
-    with Recorder(path, tell=told.append) as some:
+    with SampleRecorder(path, tell=told.append) as some:
         with room_in_files(room):
             for number in range(8):
                 some.record(numbered(number))
@@ -214,7 +214,7 @@ def test_a_full_disk_is_told_once_and_waited_for(path: Path, room: int) -> None:
 
 @pytest.mark.parametrize("goes", [Path.unlink, lambda path: path.rename(f"{path}.moved")])
 def test_a_file_that_is_gone_is_made_again(path: Path, goes: Callable[[Path], object]) -> None:
-    with Recorder(path) as some:
+    with SampleRecorder(path) as some:
         some.record(numbered(0))
         goes(path)
         some.record(numbered(1))
@@ -224,7 +224,7 @@ def test_a_file_that_is_gone_is_made_again(path: Path, goes: Callable[[Path], ob
 @pytest.mark.parametrize("room", [0, 10])
 def test_a_disk_that_is_full_from_the_beginning_is_an_error(path: Path, room: int) -> None:
     with room_in_files(room), pytest.raises(ValueError, match=r"cannot record to .*; choose ano"):
-        Recorder(path)
+        SampleRecorder(path)
     # Nothing of the header stays, and nothing is held.
     assert path.read_bytes() == b""
     record(path, numbered(1))

@@ -22,7 +22,7 @@ import torch
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.attach import Answers
-from dataparallel.monitor.readings.cgroup import Memory, memory, swap
+from dataparallel.monitor.readings.cgroup import UsableMemory, memory, swap
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
 from dataparallel.monitor.readings.nvml import NvmlSource
@@ -352,18 +352,20 @@ def test_how_many_processors_can_be_used(
                 f"{GROUP}job/memory.swap.max": "5000\n",
                 f"{GROUP}job/memory.swap.current": "10\n",
             },
-            Memory(500_000, 1_000_000),
+            UsableMemory(500_000, 1_000_000),
         ),
     ],
 )
 def test_memory_is_that_of_the_tightest_group(
     files: dict[str, str],
-    expected: Memory | None,
+    expected: UsableMemory | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(psutil, "swap_memory", lambda: Memory(700, 8000))
-    assert swap(lay(tmp_path, files)) == (Memory(10, 5000) if expected else Memory(700, 8000))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: UsableMemory(700, 8000))
+    assert swap(lay(tmp_path, files)) == (
+        UsableMemory(10, 5000) if expected else UsableMemory(700, 8000)
+    )
     found = memory(lay(tmp_path, files))
     if expected is None:
         assert 0 < found.used < found.total == psutil.virtual_memory().total

@@ -33,7 +33,7 @@ from dataparallel.tools.monitor import command, opening, serve_command
 from dataparallel.tools.monitor.prometheus import registry_of
 from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.serve_command import serving
-from dataparallel.tools.monitor.server import Answer, MonitorServer, Route
+from dataparallel.tools.monitor.server import MonitorServer, Response, Route
 from dataparallel.tools.monitor.site import routes
 from tests.monitor.cases import FakeSampler, make_device, make_run, make_sample, samples
 
@@ -380,7 +380,7 @@ def test_what_is_no_request_ends_the_connection_only(
 
 
 def test_a_fault_of_the_server_is_told_and_seen(capfd: pytest.CaptureFixture[str]) -> None:
-    def fail(request: object) -> Answer:
+    def fail(request: object) -> Response:
         raise ZeroDivisionError("of ours")
 
     with MonitorServer("127.0.0.1", 0, {"/": Route(fail)}) as server, serving(server):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dataparallel.monitor.findings import Part
+from dataparallel.monitor.findings import StepWindow
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.summary import Summary, summarize
@@ -27,7 +27,7 @@ def sum_up(
     steps: Sequence[StepRecord], info: RunInfo | None = None, slowed: dict[str, str] | None = None
 ) -> Summary:
     info = info or make_info(len(steps[0].replicas) if steps else 2)
-    return summarize([Part.of(step) for step in steps], info, slowed)
+    return summarize([StepWindow.of(step) for step in steps], info, slowed)
 
 
 def both(*phases: Seconds) -> list[Seconds]:
@@ -146,7 +146,7 @@ def test_memory_that_is_hardly_enough(
     few = {"memory_peak": (0, 0), "memory_total": (GIB, GIB), "memory_retries": (0, 0)}
     state = run.state(**{**few, **changes})
     steps = [make_step([{"forward": 1.0}] * 2) for _ in range(10)]
-    found = summarize([Part.of(step) for step in steps], run.info, None, state).findings
+    found = summarize([StepWindow.of(step) for step in steps], run.info, None, state).findings
     pressed = [one for one in found if one.kind == "memory pressure"]
     assert [one.gain for one in pressed] == pytest.approx([] if gain is None else [gain])
     assert all(words in one.text and one.severity == "warning" for one in pressed)

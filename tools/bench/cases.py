@@ -15,7 +15,7 @@ def criterion(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainCase:
     """A model and its batch.
 
     Attributes:
@@ -81,15 +81,15 @@ def _tokens(samples: int) -> tuple[Tensor, Tensor]:
 #: By name.
 CASES = {
     # Matrix products; memory traffic; number of launches; a usual mixture; convolution.
-    "mlp": Case(256, lambda: _mlp(1024), _vectors(1024)),
-    "wide": Case(128, lambda: _mlp(2048), _vectors(2048)),
-    "deep": Case(64, lambda: _mlp(64, 200), _vectors(64)),
-    "transformer": Case(16, _Transformer, _tokens),
-    "conv": Case(32, _conv, _images),
+    "mlp": TrainCase(256, lambda: _mlp(1024), _vectors(1024)),
+    "wide": TrainCase(128, lambda: _mlp(2048), _vectors(2048)),
+    "deep": TrainCase(64, lambda: _mlp(64, 200), _vectors(64)),
+    "transformer": TrainCase(16, _Transformer, _tokens),
+    "conv": TrainCase(32, _conv, _images),
 }
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str) -> TrainCase:
     """Return one of :data:`CASES`; or, for a number, so many parameters without arithmetic."""
     if name in CASES:
         return CASES[name]
@@ -105,7 +105,7 @@ def case_of(name: str) -> Case:
     def data(samples: int) -> tuple[Tensor, Tensor]:
         return torch.randn(samples, width), torch.randn(samples, width)
 
-    return Case(16, build, data, nn.functional.mse_loss, rate=0.1 / layers)
+    return TrainCase(16, build, data, nn.functional.mse_loss, rate=0.1 / layers)
 
 
 def whole_batch(case: str, replicas: int) -> int:

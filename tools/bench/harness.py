@@ -127,7 +127,7 @@ def plan_contestants(
 # --- worker processes --------------------------------------------------------------------------
 
 
-class WorkerError(RuntimeError):
+class ContestantError(RuntimeError):
     """A worker process died or did not answer in time."""
 
 
@@ -189,14 +189,14 @@ class Team:
     def _answer(self, rank: int, process: Any, requests: Connection) -> dict[str, Any]:
         who = f"worker {rank} of {self._name}"
         if not requests.poll(_TIMEOUT):
-            raise WorkerError(f"{who} did not answer within {_TIMEOUT:.0f} s")
+            raise ContestantError(f"{who} did not answer within {_TIMEOUT:.0f} s")
         try:
             answer = requests.recv()
         except (EOFError, ConnectionResetError) as error:
             process.join(_TIMEOUT)
-            raise WorkerError(f"{who} ended with status {process.exitcode}") from error
+            raise ContestantError(f"{who} ended with status {process.exitcode}") from error
         if isinstance(answer, str):
-            raise WorkerError(f"{who} has failed:\n{answer}")
+            raise ContestantError(f"{who} has failed:\n{answer}")
         found: dict[str, Any] = answer
         return found
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.harness import Contestant, Kind, Outcome, team_of
-from dataparallel.tools.bench.results import Row, summarize
+from dataparallel.tools.bench.results import ResultRow, summarize
 from dataparallel.tools.bench.trainer import TrainTask
 
 _WRAPPERS: dict[Literal["dp", "ddp"], str] = {"dp": "our DP", "ddp": "our DDP"}
@@ -71,7 +71,7 @@ def _plan(arguments: argparse.Namespace) -> list[Contestant]:
     return contestants
 
 
-def _table(rows: Sequence[Row], parameters: int, device: str) -> Table:
+def _table(rows: Sequence[ResultRow], parameters: int, device: str) -> Table:
     """Return one line per contestant."""
     table = runner.new_table(
         f"{parameters} parameters on {device}: host microseconds, and counts of a step",

@@ -14,7 +14,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One contestant in one case.
 
     ``rounds`` are, by phase, seconds of one repetition, of each round the median; ``seconds`` are
@@ -37,13 +37,13 @@ class Row:
     counts: dict[str, Any]
 
 
-def summarize(outcomes: Sequence[Outcome], case: str, phase: str) -> list[Row]:
+def summarize(outcomes: Sequence[Outcome], case: str, phase: str) -> list[ResultRow]:
     """Compare the contestants in a case by their times of a phase."""
     named = {each.contestant.name: each for each in outcomes}
     return [_row(each, named, case, f"{case} {phase}") for each in outcomes]
 
 
-def _row(outcome: Outcome, named: Mapping[str, Outcome], case: str, phase: str) -> Row:
+def _row(outcome: Outcome, named: Mapping[str, Outcome], case: str, phase: str) -> ResultRow:
     bare, ours = named.get("bare"), named.get("ours")
     said, reference = outcome.checked[0][case], (bare or ours or outcome).checked[0][case]
     rounds = {
@@ -52,7 +52,7 @@ def _row(outcome: Outcome, named: Mapping[str, Outcome], case: str, phase: str) 
         if name.startswith(f"{case} ")
     }
     times = outcome.seconds[phase]
-    return Row(
+    return ResultRow(
         contestant=outcome.contestant.name,
         title=outcome.contestant.title,
         replicas=outcome.contestant.tasks[0].replicas,

@@ -22,7 +22,7 @@ from dataparallel.tools.bench.harness import (
     plan_contestants,
     ratios,
 )
-from dataparallel.tools.bench.results import Row, summarize
+from dataparallel.tools.bench.results import ResultRow, summarize
 from dataparallel.tools.bench.trainer import TrainTask
 
 #: The phase that is compared: a step until the devices have finished it.
@@ -91,7 +91,7 @@ def _batch(name: str, arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PeerComparison:
     """Ours over one peer, by case, and the geometric means; no memory where one took none."""
 
     peer: str
@@ -122,7 +122,7 @@ def _conclude(
     )
 
 
-def _compare(results: Mapping[str, Sequence[Row]], peer: str) -> Comparison:
+def _compare(results: Mapping[str, Sequence[ResultRow]], peer: str) -> PeerComparison:
     """Ours, which is first, beside one peer, which takes part in every case."""
     times, memory = {}, {}
     for title, (ours, *others) in results.items():
@@ -134,7 +134,7 @@ def _compare(results: Mapping[str, Sequence[Row]], peer: str) -> Comparison:
         if all(sizes):
             memory[title] = sizes[0] / sizes[1]
     worst = max(times, key=lambda title: times[title].median)
-    return Comparison(
+    return PeerComparison(
         peer,
         other.title,
         times,
@@ -146,7 +146,7 @@ def _compare(results: Mapping[str, Sequence[Row]], peer: str) -> Comparison:
     )
 
 
-def _describe(comparison: Comparison) -> str:
+def _describe(comparison: PeerComparison) -> str:
     mean, memory = comparison.time_mean, comparison.memory_mean
     return (
         f"ours / {comparison.title}: time {mean.median:.3f} ({runner.span(mean)}), worst "
@@ -156,8 +156,8 @@ def _describe(comparison: Comparison) -> str:
 
 
 def _table(
-    results: Mapping[str, Sequence[Row]],
-    comparisons: Sequence[Comparison],
+    results: Mapping[str, Sequence[ResultRow]],
+    comparisons: Sequence[PeerComparison],
     arguments: argparse.Namespace,
 ) -> Table:
     """Return one section per case, one line per contestant."""

@@ -45,12 +45,12 @@ class TrainTask(Task):
     compiles: bool = False
     counts: bool = False
 
-    def begin(self) -> Trainer:
+    def begin(self) -> TrainMeasurement:
         """Make the object that measures, in the worker process."""
-        return Trainer(self)
+        return TrainMeasurement(self)
 
 
-class Trainer:
+class TrainMeasurement:
     """Models made ready for measuring.
 
     All contestants of a case start from the same weights and together see the same batch.

@@ -40,8 +40,8 @@ from dataparallel.tools.monitor.recording import (
 from dataparallel.tools.monitor.run_period import (
     RunPeriod,
     find_runs,
-    part_between,
     summarize_periods,
+    window_between,
 )
 
 #: More devices or replicas would be too thin.
@@ -391,7 +391,7 @@ def intervals(
             if before.num_steps < now.num_steps and is_due:
                 if found and found[-1][1] < times[first]:
                     found.append((found[-1][1], times[first], None))
-                totals = add_up([part_between(before, now, None)], period.info)
+                totals = add_up([window_between(before, now, None)], period.info)
                 found.append((times[first], times[i], totals))
                 first = i
     return found

@@ -8,7 +8,7 @@ import sys
 
 from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
-from dataparallel.tools.monitor.recorder import Recorder
+from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.signals import handled
 
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.source}; to have a recording twice, copy its files"
         )
     with open_sampler(arguments) as sampler:
-        recorder = Recorder(
+        recorder = SampleRecorder(
             arguments.file,
             max_bytes=arguments.max_size,
             keep=arguments.keep,
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if recorder.num_lost else 0
 
 
-def _record(sampler: Sampler, recorder: Recorder, duration: float | None) -> None:
+def _record(sampler: Sampler, recorder: SampleRecorder, duration: float | None) -> None:
     told: set[str] = set()
     for sample in sampler.samples():
         for note in sample.notes:

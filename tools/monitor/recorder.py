@@ -19,7 +19,7 @@ from dataparallel.tools.monitor.recording import FORMAT, VERSION, older_parts, r
 from dataparallel.tools.monitor.units import seconds_text
 
 
-class Recorder(logging.handlers.RotatingFileHandler):
+class SampleRecorder(logging.handlers.RotatingFileHandler):
     """A writer of samples into files of capped size, which the standard library renames when full.
 
     A recording that is there is continued. ``about`` goes into the header of a new one, and
@@ -57,7 +57,7 @@ class Recorder(logging.handlers.RotatingFileHandler):
             self._file_lock.release()
             raise
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> SampleRecorder:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:

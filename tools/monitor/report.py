@@ -88,7 +88,7 @@ class JobReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class RecordingReport:
     """The report of recordings."""
 
     #: From the first sample to the last, of the longest recording.
@@ -121,7 +121,7 @@ class _Run(NamedTuple):
         return self.periods[-1].states[-1]
 
 
-def make_report(*recordings: Recording) -> Report:
+def make_report(*recordings: Recording) -> RecordingReport:
     """Sum up recordings, one of each machine."""
     check_different(recordings)
     devices: list[DeviceReport] = []
@@ -145,7 +145,7 @@ def make_report(*recordings: Recording) -> Report:
     jobs = _report_jobs(reports, states)
     lengths = [times_of(one.samples)[-1] for one in recordings if one.samples]
     samples = [sample for one in recordings for sample in one.samples]
-    return Report(
+    return RecordingReport(
         seconds=max(lengths, default=0.0),
         started=min((sample.time for sample in samples), default=None),
         num_samples=len(samples),

@@ -20,7 +20,7 @@ from dataparallel.tools.monitor.recording import RecordingReader, read_recording
 from dataparallel.tools.monitor.report import (
     DeviceReport,
     JobReport,
-    Report,
+    RecordingReport,
     RunReport,
     make_report,
 )
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: RecordingReport, console: Console) -> None:
     """Print a report."""
     for part in _parts(report, console.width):
         console.print(part, crop=False)
@@ -69,7 +69,7 @@ def print_report(report: Report, console: Console) -> None:
     )
 
 
-def _parts(report: Report, width: int) -> Iterator[RenderableType]:
+def _parts(report: RecordingReport, width: int) -> Iterator[RenderableType]:
     yield Group(*_recording(report))
     if report.devices:
         yield _devices(report)
@@ -86,7 +86,7 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
             yield Group(*_run(one, width))
 
 
-def _recording(report: Report) -> Iterator[RenderableType]:
+def _recording(report: RecordingReport) -> Iterator[RenderableType]:
     told = f"{samples_text(report.num_samples)} in {seconds_text(report.seconds)}"
     line = Text.assemble(("Recording  ", "bold"), told)
     if report.sample_cost is not None:
@@ -101,7 +101,7 @@ def _recording(report: Report) -> Iterator[RenderableType]:
         yield Text(f"and {len(report.problems) - _MOST_PROBLEMS} more problems", style="yellow")
 
 
-def _devices(report: Report) -> Table:
+def _devices(report: RecordingReport) -> Table:
     titles = ("device", "name", "busy", "peak", "memory, peak", "power", "energy", "temp", "slowed")
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     for i, title in enumerate(titles):
@@ -122,7 +122,7 @@ def _devices(report: Report) -> Table:
     return rows
 
 
-def _device_names(report: Report) -> list[str]:
+def _device_names(report: RecordingReport) -> list[str]:
     """Return the names, with their machines if there are several."""
     several = len({one.host for one in report.devices}) > 1
     return [f"{one.host} {one.device}" if several else one.device for one in report.devices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dataparallel.monitor.findings import Part, ReplicaTotals
+from dataparallel.monitor.findings import ReplicaTotals, StepWindow
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
@@ -33,10 +33,10 @@ class RunPeriod:
 
     @property
     def since_start(self) -> bool:
-        """True if :meth:`parts` are those since the run began, not since it was seen first."""
+        """True if :meth:`windows` are those since the run began, not since it was seen first."""
         return self.is_whole or self.states[-1].num_steps == self.states[0].num_steps
 
-    def parts(self) -> list[Part]:
+    def windows(self) -> list[StepWindow]:
         """Return the steps from one state to the next."""
         before = None if self.since_start else self.states[0]
         seen = None
@@ -45,12 +45,12 @@ class RunPeriod:
             if state.last is not None and state.last.replicas:
                 seen = state.last
             if state.num_steps > (0 if before is None else before.num_steps):
-                found.append(part_between(before, state, seen))
+                found.append(window_between(before, state, seen))
                 before = state
         return found
 
 
-def part_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> Part:
+def window_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> StepWindow:
     """Return the steps between two states of a run, or from its beginning to a state.
 
     The division of samples is that of the step that was ``seen``, if one was.
@@ -70,14 +70,14 @@ def part_between(before: RunState | None, now: RunState, seen: StepRecord | None
     each = [1 / len(phases)] * len(phases)
     if seen is not None and seen.samples:
         each = [replica.samples / seen.samples for replica in seen.replicas]
-    return Part(
+    return StepWindow(
         now.num_steps - (before.num_steps if before else 0),
         max(sum(one.values()) for one in phases),
         samples,
         [ReplicaTotals(samples * s, one, b) for s, one, b in zip(each, phases, bound, strict=True)],
         None if now.last is None else now.last.kind,
         before is None or before.num_steps == 0,
-        Part.of(now.last) if now.last is not None and now.last.replicas else None,
+        StepWindow.of(now.last) if now.last is not None and now.last.replicas else None,
     )
 
 
@@ -133,5 +133,5 @@ def summarize_periods(
     periods: Sequence[RunPeriod], slowed: Mapping[str, str] | None = None
 ) -> Summary:
     """Sum up what a run did while it was watched, for the live view and for the report."""
-    parts = [part for period in periods for part in period.parts()]
-    return summarize(parts, periods[-1].info, slowed, periods[-1].states[-1])
+    windows = [window for period in periods for window in period.windows()]
+    return summarize(windows, periods[-1].info, slowed, periods[-1].states[-1])

@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Response:
     """The answer to a request."""
 
     body: bytes
@@ -64,7 +64,7 @@ class Answer:
 class Route:
     """The function that answers at one path; a public one needs no token."""
 
-    answer: Callable[[Request], Answer]
+    answer: Callable[[Request], Response]
     is_public: bool = False
 
 
@@ -225,15 +225,15 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:
             # A fault of ours must be seen, by whoever asks and in the terminal.
             traceback.print_exc()
-            answer = Answer(b"the server has failed; its terminal shows how\n", status=500)
+            answer = Response(b"the server has failed; its terminal shows how\n", status=500)
         self._send(answer)
 
     do_HEAD = do_GET
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> Response:
         # On purpose the same for all paths: who may not read learns nothing of them.
         if not self.server.is_known_as(self.headers.get("Host")):
-            return Answer(
+            return Response(
                 b"this server answers on loopback only: open it as http://localhost:PORT/, or start"
                 b" it with --host to let others in\n",
                 status=HTTPStatus.FORBIDDEN,
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(query, self.headers)  # type: ignore[arg-type]
         route = self.server.routes.get(address.path)
         if (route is None or not route.is_public) and not self.server.is_allowed(request):
-            return Answer(
+            return Response(
                 b"this needs the token of the server: send it as the header 'Authorization: Bearer"
                 b" TOKEN', or add ?token=TOKEN to the address\n",
                 status=HTTPStatus.UNAUTHORIZED,
@@ -251,13 +251,13 @@ class _Handler(BaseHTTPRequestHandler):
             )
         if route is None:
             there = ", ".join(self.server.routes)
-            return Answer(
+            return Response(
                 f"there is nothing at this address; there are {there}\n".encode(),
                 status=HTTPStatus.NOT_FOUND,
             )
         return route.answer(request)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Response) -> None:
         self.send_response(answer.status)
         for name, value in {**_HEADERS, **answer.headers}.items():
             self.send_header(name, value)

@@ -14,7 +14,7 @@ from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.palette import DARK, LIGHT
 from dataparallel.tools.monitor.prometheus import registry_of
 from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
-from dataparallel.tools.monitor.server import Answer, Request, Route
+from dataparallel.tools.monitor.server import Request, Response, Route
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -44,9 +44,9 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
             )
         ],
     }
-    told = Answer(json_text(about).encode(), _JSON)
+    told = Response(json_text(about).encode(), _JSON)
     page = resources.files("dataparallel.tools.monitor") / "page"
-    files = {name: Answer((page / name).read_bytes(), kind) for name, kind in _PAGE.items()}
+    files = {name: Response((page / name).read_bytes(), kind) for name, kind in _PAGE.items()}
     files[""] = files.pop("index.html")
     return {
         **{f"/{name}": Route(partial(_same, file), is_public=True) for name, file in files.items()},
@@ -56,26 +56,26 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
     }
 
 
-def _same(answer: Answer, request: Request) -> Answer:
+def _same(answer: Response, request: Request) -> Response:
     return answer
 
 
-def _metrics(registry: CollectorRegistry) -> Callable[[Request], Answer]:
+def _metrics(registry: CollectorRegistry) -> Callable[[Request], Response]:
     with needs_extra("monitor"):
         from prometheus_client.exposition import choose_encoder
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Response:
         encode, kind = choose_encoder(request.headers.get("Accept", ""))
-        return Answer(encode(registry), kind)
+        return Response(encode(registry), kind)
 
     return answer
 
 
-def _samples(store: SampleStore, request: Request) -> Answer:
+def _samples(store: SampleStore, request: Request) -> Response:
     try:
         time = float(request.query.get("after", "0"))
     except ValueError:
-        return Answer(
+        return Response(
             b"after= is the time of the newest sample that is known, 0 for none\n", status=400
         )
-    return Answer(store.after(time).encode(), _JSON)
+    return Response(store.after(time).encode(), _JSON)

@@ -119,7 +119,7 @@ def _common_end(batch_size: int, costs: Sequence[Cost], most: Sequence[int]) -> 
 # --- what a chunk costs --------------------------------------------------------------------------
 
 
-class Measurement(NamedTuple):
+class ForwardTimes(NamedTuple):
     """Times of one forward: the samples and own seconds of each replica, and the common seconds."""
 
     samples: tuple[int, ...]
@@ -136,7 +136,7 @@ class Estimate(NamedTuple):
     noise: float
 
 
-def measure(record: StepRecord) -> Measurement | None:
+def measure(record: StepRecord) -> ForwardTimes | None:
     """Measure the replicas' speed from a record; return None if a replica took no part."""
     own = [_own_seconds(replica) for replica in record.replicas]
     backward = [_length_of_backward(replica) for replica in record.replicas]
@@ -150,7 +150,7 @@ def measure(record: StepRecord) -> Measurement | None:
             own[i] += replica.seconds.get("backward", 0.0)
     calls = max(1, record.calls)
     each = tuple(max(1, n // calls) for n in samples)
-    return Measurement(each, tuple(t / calls for t in own), common / calls)
+    return ForwardTimes(each, tuple(t / calls for t in own), common / calls)
 
 
 def _own_seconds(replica: ReplicaStep) -> float:
@@ -169,7 +169,7 @@ def _length_of_backward(replica: ReplicaStep) -> float:
     return segments[-1].end - segments[0].begin if segments else 0.0
 
 
-def estimate(steps: Sequence[Measurement]) -> Estimate:
+def estimate(steps: Sequence[ForwardTimes]) -> Estimate:
     """Estimate costs from some steps; there must be at least one."""
     costs, errors = [], []
     for replica in range(len(steps[0].samples)):
@@ -245,7 +245,7 @@ class SplitDecisions:
 
     def __init__(self, *, every: int, threshold: float, warmup: int, window: int) -> None:
         self._every, self._threshold, self._skip = every, threshold, warmup
-        self._steps: deque[Measurement] = deque(maxlen=window)
+        self._steps: deque[ForwardTimes] = deque(maxlen=window)
         self._waited = 0
         self._patience = 1
         # Before the last change: the costs, and the time per sample.

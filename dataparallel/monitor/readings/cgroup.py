@@ -15,14 +15,14 @@ from typing import NamedTuple
 from dataparallel.errors import needs_extra
 
 
-class Memory(NamedTuple):
-    """The bytes in use, and all bytes."""
+class UsableMemory(NamedTuple):
+    """The bytes in use, and all bytes that a process can use."""
 
     used: int
     total: int
 
 
-def memory(root: Path = Path("/")) -> Memory:
+def memory(root: Path = Path("/")) -> UsableMemory:
     """Return the memory that this process can use: the host's, or the tightest control group's.
 
     Only a group counts whose limit is below the host's memory, as in a container.
@@ -31,17 +31,17 @@ def memory(root: Path = Path("/")) -> Memory:
         import psutil
 
     host = psutil.virtual_memory()
-    found = Memory(host.total - host.available, host.total)
+    found = UsableMemory(host.total - host.available, host.total)
     for folder in _groups(root):
         most, used = _number(folder / "memory.max"), _number(folder / "memory.current")
         if most is not None and used is not None and most < found.total:
             # Memory that the system can take back at any time is not in use.
             spare = _statistic(folder / "memory.stat", "inactive_file") or 0
-            found = Memory(max(0, used - spare), most)
+            found = UsableMemory(max(0, used - spare), most)
     return found
 
 
-def swap(root: Path = Path("/")) -> Memory:
+def swap(root: Path = Path("/")) -> UsableMemory:
     """Return the swap space that this process can use, chosen as :func:`memory` does."""
     with needs_extra("monitor"):
         import psutil
@@ -50,11 +50,11 @@ def swap(root: Path = Path("/")) -> Memory:
         # In some containers what was swapped in and out is hidden, which nobody wants here.
         warnings.simplefilter("ignore", RuntimeWarning)
         host = psutil.swap_memory()
-    found = Memory(host.used, host.total)
+    found = UsableMemory(host.used, host.total)
     for folder in _groups(root):
         most, used = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
         if most is not None and used is not None and most < found.total:
-            found = Memory(used, most)
+            found = UsableMemory(used, most)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from dataparallel.monitor.readings.cgroup import Memory, memory, swap
+from dataparallel.monitor.readings.cgroup import UsableMemory, memory, swap
 from dataparallel.monitor.readings.processors import BusyShare, usable_processors
 from dataparallel.monitor.readings.reading import HostReading
 from dataparallel.monitor.readings.source import SHORTEST_SPAN
@@ -35,7 +35,7 @@ class HostReader:
     def read(self) -> HostReading:
         """Read the host now."""
         now = memory()
-        spare: Memory | None = None
+        spare: UsableMemory | None = None
         load: tuple[float, float, float] | None = None
         with contextlib.suppress(OSError, RuntimeError):
             load = psutil.getloadavg()

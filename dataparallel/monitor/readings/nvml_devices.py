@@ -18,7 +18,7 @@ from dataparallel.monitor.readings.nvml_query import (
     explain,
     number,
 )
-from dataparallel.monitor.readings.visible_devices import Identity
+from dataparallel.monitor.readings.visible_devices import DeviceIdentity
 
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
 _CORRECTED, _UNCORRECTED, _SINCE_LOADED = 0, 1, 0
@@ -480,9 +480,9 @@ class Slot:
         return self.uuid or f"nvml:{self.index}"
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> DeviceIdentity:
         """Return the identity that tells it from others."""
-        return Identity(self.key, self.name, tuple(self.instances))
+        return DeviceIdentity(self.key, self.name, tuple(self.instances))
 
     def find(self, query: Query, handle: Any, uuid: str | None) -> None:
         """Read the device through this handle from now on."""

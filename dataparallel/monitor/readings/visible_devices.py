@@ -19,7 +19,7 @@ _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 @dataclass(frozen=True)
-class Identity:
+class DeviceIdentity:
     """The identity of a device, which tells it from others."""
 
     #: Its UUID, or another name if that cannot be read.
@@ -53,7 +53,7 @@ class Names:
     notes: tuple[str, ...] = ()
 
 
-def visible_devices(environment: Mapping[str, str], devices: Sequence[Identity]) -> Names:
+def visible_devices(environment: Mapping[str, str], devices: Sequence[DeviceIdentity]) -> Names:
     """Name each device as a program with this environment would.
 
     The devices are in NVML's order. The list ends at the first entry that names no device, and is
@@ -86,7 +86,7 @@ def bare(uuid: str) -> str:
     return re.sub(r"^(GPU|MIG)-", "", uuid)
 
 
-def _all(environment: Mapping[str, str], devices: Sequence[Identity]) -> Names:
+def _all(environment: Mapping[str, str], devices: Sequence[DeviceIdentity]) -> Names:
     divided = [device for device in devices if device.instances]
     if divided:
         # CUDA takes only the first instance, unless it is told which.
@@ -104,7 +104,7 @@ def _numbered(keys: Sequence[str]) -> dict[str, str]:
     return {key: f"cuda:{index}" for index, key in enumerate(keys)}
 
 
-def _notes(environment: Mapping[str, str], devices: Sequence[Identity]) -> tuple[str, ...]:
+def _notes(environment: Mapping[str, str], devices: Sequence[DeviceIdentity]) -> tuple[str, ...]:
     if len({device.name for device in devices}) < 2 or environment.get(_ORDER) == "PCI_BUS_ID":
         return ()
     return (
@@ -113,11 +113,11 @@ def _notes(environment: Mapping[str, str], devices: Sequence[Identity]) -> tuple
     )
 
 
-def _first_instance(device: Identity) -> str:
+def _first_instance(device: DeviceIdentity) -> str:
     return device.instances[0] if device.instances else device.key
 
 
-def _by_number(text: str, devices: Sequence[Identity]) -> list[Identity]:
+def _by_number(text: str, devices: Sequence[DeviceIdentity]) -> list[DeviceIdentity]:
     """Return the devices up to the first entry that is no number, or no device's."""
     numbers: list[int] = []
     for entry in text.split(","):
@@ -132,7 +132,7 @@ def _by_number(text: str, devices: Sequence[Identity]) -> list[Identity]:
     return [devices[number] for number in known]
 
 
-def _by_identity(text: str, devices: Sequence[Identity]) -> list[str]:
+def _by_identity(text: str, devices: Sequence[DeviceIdentity]) -> list[str]:
     """Return the devices whose identity begins like the entries, up to the first misfit."""
     keys = [key for device in devices for key in (device.key, *device.instances)]
     found: list[str] = []
