@@ -67,7 +67,7 @@ def find_faults(pairs: Sequence[Pair], num_bytes: int, *, at_once: bool) -> list
     Args:
         pairs: The sources and destinations.
         num_bytes: The size of each copy, a multiple of 4.
-        at_once: Whether all copies may run at the same time; else one follows the other.
+        at_once: True if all copies may run at the same time; else one follows the other.
     """
     faults: list[Fault] = []
     begun = []

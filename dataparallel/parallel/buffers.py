@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: ``"replica0"``: those of replica 0 are kept, as in torch. ``"mean"``: floating-point buffers
 #: become the mean over the replicas, weighted by samples. ``"sync"``: batch norm uses the
 #: statistics of the whole batch, and instance norm tracks them, so that all replicas write the
-#: same. Of other buffers those of replica 0 are kept. With each of them ``torch.nn.SyncBatchNorm``
+#: same. Other buffers are those of replica 0. With each of them ``torch.nn.SyncBatchNorm``
 #: uses the statistics of the whole batch.
 BufferPolicy: TypeAlias = Literal["replica0", "mean", "sync"]
 

@@ -1,14 +1,14 @@
 // A hash of the bits of each of many tensors, in one launch that reads them once.
 //
 // The bytes of a tensor are 64-bit words. Each is mixed with its place by the finalizer of
-// MurmurHash3 (Austin Appleby, public domain), and the results are added up modulo 2^64: in any
-// order, so that blocks need not wait for each other. The number of bytes is the word at place 0.
+// MurmurHash3 (Austin Appleby, public domain). The results are added up modulo 2^64, in any order,
+// so that blocks need not wait for each other. The number of bytes is the word at place 0.
 //
 // Access pattern: a block has a chunk of one tensor, and its threads read 16 bytes each, side by
-// side, GROUP times before they mix. Where a tensor begins at another address than a multiple of
-// 16 bytes, its words are put together from the largest units that can be read there: a warp still
-// reads 256 bytes in a row, in more instructions. Shuffles, and then one atomic addition for each
-// block, add up the sums of the threads.
+// side, GROUP times before they mix. If a tensor does not begin at a multiple of 16 bytes, its
+// words are put together from the largest units that can be read there. A warp still reads 256
+// bytes in a row, in more instructions. Shuffles, and then one atomic addition for each block, add
+// up the sums of the threads.
 #include "kernel.cuh"
 
 constexpr int MAX_TENSORS = 480;
@@ -28,14 +28,14 @@ struct Fingerprint {
   u64* results;
 };
 
-// Each word to another one, and no two to the same.
+// Map each word to another one, and no two to the same.
 __device__ inline u64 mixed(u64 word) {
   word = (word ^ word >> 32) * 0xFF51AFD7ED558CCDull;
   word = (word ^ word >> 32) * 0xC4CEB9FE1A85EC53ull;
   return word ^ word >> 32;
 }
 
-// The word of the first `size` bytes, at most 8; those that are missing are zeros.
+// Return the word of the first `size` bytes, at most 8; missing bytes are zeros.
 template <typename Unit>
 __device__ inline u64 word_at(const u8* from, int size = 8) {
   const Unit* units = reinterpret_cast<const Unit*>(from);
@@ -49,7 +49,7 @@ __device__ inline u64 word_at(const u8* from, int size = 8) {
   return word;
 }
 
-// What this thread adds for whole words; `offset` is the place of the first one times STEP.
+// Return this thread's sum of whole words; `offset` is the place of the first one times STEP.
 template <typename Unit>
 __device__ inline u64 sum_of_words(const u8* from, int words, u64 offset) {
   u64 sum = 0;
@@ -60,7 +60,7 @@ __device__ inline u64 sum_of_words(const u8* from, int words, u64 offset) {
   return sum;
 }
 
-// The same for pairs of words, of which the first lies on a multiple of 16 bytes.
+// Return the same for pairs of words, of which the first lies on a multiple of 16 bytes.
 __device__ inline u64 sum_of_packs(const u8* from, int packs, u64 offset) {
   const u64* words = reinterpret_cast<const u64*>(from);
   u64 sum = 0;
@@ -104,7 +104,7 @@ __device__ inline u64 sum_of_chunk(const u8* from, int words, u64 offset) {
   return sum_of_words<u8>(from, words, offset);
 }
 
-// The sum of what the threads of a block have; of thread 0 only.
+// Return the sum over the threads of a block; it is right in thread 0 only.
 __device__ inline u64 sum_over_block(u64 sum) {
   __shared__ u64 sums[THREADS / WARP_SIZE];
   for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) {

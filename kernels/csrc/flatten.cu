@@ -1,7 +1,7 @@
 // Many tensors of any layout to or from one bucket, scaled and cast, in one launch.
 //
 // A block takes one chunk of one tensor. The part of a tensor in the bucket fills its memory
-// without gaps; in which of three ways it is copied, depends on how the tensor itself lies:
+// without gaps. The layout of the tensor itself decides in which of three ways it is copied:
 //
 // - RUN: in the same order, so both are arrays. Packs of 16 bytes on both sides, two to four of
 //   them in flight for each thread. Writes are always aligned; where reads are not, each thread
@@ -24,7 +24,7 @@ constexpr int TILE = 4160;
 enum Way { RUN, STRIDED, TILED };
 enum Type { F32, F16, BF16 };
 
-// How one tensor is copied: `Copy` of copy_plans.py.
+// The way to copy one tensor: `Copy` of copy_plans.py.
 struct Record {
   i64 offset;
   i64 size;
@@ -32,8 +32,8 @@ struct Record {
   i64 dtype;
   i64 way;
   i64 num_dims;
-  // Of a tile: the dimension in which the tensor has stride 1, its extent in this one, and that in
-  // the last one, in which the bucket has stride 1.
+  // For tiles: the dimension in which the tensor has stride 1, its extent in it, and its extent in
+  // the last dimension, in which the bucket has stride 1.
   i64 along;
   i64 columns;
   i64 rows;
@@ -46,7 +46,7 @@ struct Record {
 };
 
 struct Flatten {
-  // Null: there is none.
+  // Null for a tensor that is not there.
   void* tensors[MAX_TENSORS];
   void* bucket;
   const Record* records;
@@ -65,7 +65,7 @@ struct Same<T, T> {
   static constexpr bool VALUE = true;
 };
 
-// What is never scaled is copied as bits.
+// Values that are never scaled are copied as bits.
 template <typename T>
 struct IsBits {
   static constexpr bool VALUE = Same<T, u16>::VALUE || Same<T, u32>::VALUE || Same<T, u64>::VALUE;
@@ -77,7 +77,7 @@ __device__ inline D convert(S value, double scale) {
     return value;
   } else {
     if constexpr (Same<S, D>::VALUE) {
-      // A product would change the payload of what is not a number.
+      // A product would change the payload of a NaN.
       if (scale == 1) {
         return value;
       }
@@ -91,7 +91,7 @@ __device__ inline u32 lesser(u32 first, u32 second) { return first < second ? fi
 
 // --- arrays ---------------------------------------------------------------------------------
 
-// The fewest elements that are whole packs on both sides.
+// The fewest elements that fill whole packs on both sides.
 template <typename S, typename D>
 struct Unit {
   static constexpr u32 SIZE = 16 / (sizeof(S) < sizeof(D) ? sizeof(S) : sizeof(D));
@@ -99,7 +99,7 @@ struct Unit {
   static constexpr int OUT = SIZE * sizeof(D) / 16;
 };
 
-// N words that begin `shift` bytes after the first of N + 4.
+// Move to the front the N words that begin `shift` bytes after the first of N + 4.
 template <typename S, int N>
 __device__ inline void shift_bytes(u32 (&words)[N + 4], u32 shift) {
   if (shift & 8) {
@@ -125,7 +125,7 @@ __device__ inline void shift_bytes(u32 (&words)[N + 4], u32 shift) {
   }
 }
 
-// From an aligned address: the words of one unit, and of one more pack to shift from.
+// Load the words of one unit from an aligned address, and one more pack to shift from.
 template <int PACKS>
 __device__ inline void load_words(const char* from, u32 (&words)[4 * PACKS]) {
 #pragma unroll
@@ -163,7 +163,7 @@ __device__ inline void store_unit(const u32 (&words)[N], D* to, double scale) {
   }
 }
 
-// `to` is aligned; `from` lies `shift` bytes after the aligned address that is read.
+// Copy to `to`, which is aligned; `from` lies `shift` bytes after the aligned address that is read.
 template <typename S, typename D, bool SHIFTED>
 __device__ inline void copy_units(const S* from, D* to, u32 units, u32 shift, double scale) {
   using U = Unit<S, D>;
@@ -222,9 +222,9 @@ __device__ inline void copy_run(const S* from, D* to, u32 size, double scale) {
 // --- strides --------------------------------------------------------------------------------
 
 // Note [Division by a product]
-// A number below 2^31 divided by d is ((n * factor >> 32) + n) >> shift, where shift is the least
-// with 2^shift >= d, and factor is 2^32 * (2^shift - d) / d + 1, rounded down: four instructions
-// in the place of some twenty.
+// A number below 2^31 divided by d is ((n * factor >> 32) + n) >> shift. Here shift is the least
+// with 2^shift >= d, and factor is 2^32 * (2^shift - d) / d + 1, rounded down. That takes four
+// instructions instead of some twenty.
 __device__ inline u32 quotient(u32 number, u32 factor, u32 shift) {
   return (static_cast<u32>(static_cast<u64>(number) * factor >> 32) + number) >> shift;
 }
@@ -278,7 +278,7 @@ __device__ inline void copy_strided(const S* from, D* to, const Record& record, 
 struct TilePlace {
   i64 in_tensor = 0;
   i64 in_bucket = 0;
-  // From row to row in the tensor, and from column to column in the bucket; else the step is 1.
+  // The step between rows in the tensor, and between columns in the bucket; the other two are 1.
   i64 row_stride = 0;
   i64 column_stride = 0;
   u32 rows = 0;
@@ -311,7 +311,7 @@ __device__ inline TilePlace place_of(const Record& record, u32 number) {
   return place;
 }
 
-// Divides numbers up to TILE.
+// A divisor of numbers up to TILE.
 struct SmallDivisor {
   u32 divisor;
   u32 factor;
@@ -319,13 +319,13 @@ struct SmallDivisor {
   __device__ explicit SmallDivisor(u32 divisor)
       : divisor(divisor), factor(0xffffffffu / divisor + 1) {}
   __device__ u32 quotient(u32 number) const {
-    // The factor of 1 would have a bit more.
+    // The factor for a divisor of 1 would have one bit more.
     return divisor == 1 ? number : static_cast<u32>(static_cast<u64>(number) * factor >> 32);
   }
 };
 
-// Takes the tile with neighboring threads at neighboring elements of the tensor, or of the
-// bucket: calls load and store with (place in the tile, place in that array). A thread loads some
+// Go through a tile with neighboring threads at neighboring elements of the tensor, or of the
+// bucket. Calls load and store with (place in the tile, place in that array). A thread loads some
 // elements before it stores the first.
 template <bool IN_TENSOR, typename S, typename Load, typename Store>
 __device__ inline void for_tile(const TilePlace& place, Load load, Store store) {
@@ -391,7 +391,7 @@ __device__ inline void copy_chunk(const void* source, void* target, const Record
   }
 }
 
-// The chunks of a tensor that is not there, divided evenly.
+// Write zeros for a chunk of a tensor that is not there, which is divided evenly.
 template <typename B>
 __device__ inline void fill_zeros(B* to, const Record& record, i64 number) {
   const i64 share = (record.size + record.chunks - 1) / record.chunks;

@@ -1,7 +1,7 @@
-// What all kernels have in common: how one is declared, element types, 16-byte accesses.
+// The common part of all kernels: declarations, element types, accesses of 16 bytes.
 //
-// No header is included, not even CUDA's own: a kernel is then compiled with what the runtime
-// compiler brings, and by any C++ compiler that is told what the words of CUDA mean.
+// No header is included, not even CUDA's own. So the runtime compiler needs nothing else, and any
+// C++ compiler will do that is told what the words of CUDA mean.
 #pragma once
 
 // Note [One struct for each kernel]
@@ -15,7 +15,7 @@ constexpr int THREADS = 256;
   extern "C" __global__ void __launch_bounds__(THREADS) name(const __grid_constant__ Parameters p)
 #endif
 
-// Shifts and sums that wrap are those of unsigned numbers; those of signed ones may not wrap.
+// Shifts and sums that wrap are those of unsigned numbers; signed ones may not wrap.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -71,7 +71,7 @@ __device__ inline float widen(BFloat value) {
   return as_float(static_cast<u32>(value.bits) << 16);
 }
 
-// Rounded to the nearest, ties to even. There is an instruction for it from sm_80 on only.
+// Round to the nearest, ties to even. Only sm_80 and later ones have an instruction for it.
 __device__ inline BFloat to_bfloat(float value) {
   u32 bits = as_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -137,7 +137,7 @@ __device__ inline bool is_aligned(const T* address) {
   return (reinterpret_cast<u64>(address) & 15) == 0;
 }
 
-// The address must be aligned. A compiler would store what it has computed one by one.
+// Addresses must be aligned. Left alone, a compiler would store computed elements one by one.
 template <typename T>
 __device__ inline Pack<T> load_aligned(const T* from) {
   Pack<T> pack;

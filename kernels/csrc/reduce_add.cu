@@ -3,9 +3,9 @@
 // Access pattern: thread t of the grid takes the packs t, t + (threads of the grid), ... of 16
 // bytes, so that a warp reads 512 bytes in a row from each source and writes as many. Writes are
 // always aligned: the few elements before the first aligned one, and those after the last, are
-// taken one by one. A source that lies differently to 16 bytes than `out` is read by elements,
-// which costs more instructions, but the same traffic. GROUP sources are read before the first of
-// them is added, which keeps that many reads in flight for each thread.
+// taken one by one. A source that is aligned otherwise than `out` is read by elements, which costs
+// more instructions, but the same traffic. GROUP sources are read before the first of them is
+// added, which keeps that many reads in flight for each thread.
 #include "kernel.cuh"
 
 constexpr int MAX_INPUTS = 64;
@@ -61,7 +61,7 @@ __device__ inline Pack<T> sum_of_pack(const ReduceAdd& p, i64 i) {
   return result;
 }
 
-// Whether the packs of `out` are packs of all sources too.
+// True if the packs of `out` are packs of all sources too.
 template <typename T>
 __device__ inline bool all_lie_alike(const ReduceAdd& p) {
   bool alike = true;
@@ -95,7 +95,7 @@ __device__ inline void reduce_add(const ReduceAdd& p) {
   if (all_lie_alike<T>(p)) {
     reduce_add<T, GROUP, true>(p);
   } else {
-    // By elements it takes so many instructions that more reads in flight do not help.
+    // Reading by elements takes so many instructions that more reads in flight do not help.
     reduce_add<T, 2, false>(p);
   }
 }

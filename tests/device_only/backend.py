@@ -88,8 +88,8 @@ def set_habits(*, setup: float = 0.0, physical: bool = True) -> None:
 
     Args:
         setup: Seconds that making a communicator takes at least.
-        physical: Whether devices of one number are one device in all processes, as those of one
-            machine. Default: True.
+        physical: True if devices of one number are one device in all processes, as those of one
+            machine are. Default: True.
     """
     _EXTENSION.load().set_habits(int(1000 * setup), physical)
 

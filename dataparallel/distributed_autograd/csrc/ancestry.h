@@ -1,4 +1,4 @@
-// Which tensors of a context were computed from which, as far as this worker knows.
+// The record of which tensors of a context were computed from which, as far as a worker knows.
 #pragma once
 
 #include <mutex>
@@ -18,30 +18,29 @@ Runs to_runs(std::vector<int64_t> numbers);
 std::vector<int64_t> from_runs(const Runs& runs);
 
 // Note [Live sends]
-// A worker may run a node only when all of its gradients are there, so it must know which of the
+// A worker may run a node only when all of its gradients are there. So it must know which of the
 // tensors that it sent will get one: a tensor that nobody used never will, and waiting for it would
-// be for ever. So each worker records, when it sends a tensor, which received tensors it was
-// computed from: an edge of a small graph of the parts of messages. What a worker
-// knows of that graph travels with its messages, each edge once to each peer. Edges never change
-// after they are made. Hence the worker that starts a backward pass knows all that its roots were
-// computed from, closes over the edges, and tells every worker which parts are live. A worker awaits
-// a message if one of its parts is live, and goes on only along those that are, so that no node
-// runs that would not in one process. Messages may overtake each other; edges that are then
-// unknown are asked for.
+// never end. So each worker records, when it sends a tensor, which received tensors it was computed
+// from: an edge of a small graph of the parts of messages. Workers send along with their messages
+// the edges that they know, each edge once to each peer. Edges never change after they are made.
+// Hence the worker that starts a backward pass knows everything that its roots were computed from.
+// It closes over the edges, and tells every worker which parts are live. A worker awaits a message
+// if one of its parts is live. It goes on only along live parts, so no node runs that would not run
+// in one process. Messages may overtake each other; a worker asks for the edges that it lacks then.
 class Knowledge {
  public:
-  // Record what a part was computed from; nothing where it is known.
+  // Record what a part was computed from, unless that is known.
   void add(PartId part, Runs origins, WorkerId from);
-  // All that `peer` has not been told by this worker nor has told it; told from now on.
+  // Return the edges that neither this worker nor `peer` has told the other; they count as told.
   std::vector<int64_t> news(WorkerId peer);
   void learn(const std::vector<int64_t>& news, WorkerId from);
   Runs origins(PartId part) const;
-  // The parts that `start` depends on, itself included, and those without an entry.
+  // Find the parts that `start` depends on, itself included, and those without an entry.
   void close(
       const std::vector<PartId>& start,
       std::vector<PartId>& live,
       std::vector<PartId>& unknown) const;
-  // All workers that sent something in the context.
+  // Return all workers that sent something in the context.
   std::unordered_set<WorkerId> senders() const;
 
  private:
@@ -55,7 +54,7 @@ class Knowledge {
   std::unordered_map<WorkerId, size_t> told_;
 };
 
-// The received parts of a context that these edges lead to.
+// Return the received parts of a context that these edges lead to.
 std::vector<PartId> reached(const torch::autograd::edge_list& edges, ContextId context);
 
 } // namespace dataparallel

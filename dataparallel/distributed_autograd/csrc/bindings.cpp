@@ -1,4 +1,4 @@
-// What Python sees of the extension; distributed_autograd/extension.py has the types.
+// The extension as Python sees it; distributed_autograd/extension.py has the types.
 #include <pybind11/functional.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,7 +20,7 @@ std::string describe(const std::exception_ptr& error) {
     try {
       auto lines = pybind11::module_::import("traceback").attr("format_exception")(
           borrow(caught.type), borrow(caught.value), borrow(caught.traceback));
-      // What no encoding has, as of file names that are not text, must not stop the report.
+      // Text that cannot be encoded, as some file names cannot, must not stop the report.
       auto text = pybind11::str("").attr("join")(lines).attr("encode")("utf-8", "backslashreplace");
       return text.cast<std::string>();
     } catch (const std::exception&) {
@@ -38,11 +38,11 @@ std::string describe(const std::exception_ptr& error) {
 namespace py = pybind11;
 using namespace dataparallel;
 
-// Whoever waits for a lock of ours must not hold the interpreter: nodes and tensors may want it.
+// No thread may hold the interpreter while it waits for our locks: nodes and tensors may want it.
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  // Errors of torch and of Python code below it become what they are elsewhere in torch.
+  // Translate errors of torch, and of Python code below it, as torch does elsewhere.
   py::register_local_exception_translator([](std::exception_ptr error) {
     if (error) {
       torch::translate_exception_to_python(error);

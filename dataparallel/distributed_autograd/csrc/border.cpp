@@ -27,11 +27,11 @@ class ToContext : public torch::autograd::FunctionPreHook {
     return variable_list(gradients.size());
   }
 
-  // Nothing to compile: in a compiled backward there is no pass.
+  // There is nothing to compile: no pass runs in a compiled backward.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
 
  private:
-  // The hook is a part of the node, so the node is there.
+  // The node owns this hook, and so outlives it.
   AccumulateGrad& leaf_;
 };
 
@@ -39,7 +39,7 @@ bool has_post_accumulate_hooks(AccumulateGrad& leaf) {
   if (!leaf.tensor_post_acc_grad_hooks()) {
     return false;
   }
-  // There may be none left in the dictionary.
+  // The dictionary is there, but all hooks may have been removed from it.
   const pybind11::gil_scoped_acquire gil;
   return pybind11::len(pybind11::cast(leaf.variable).attr("_post_accumulate_grad_hooks")) > 0;
 }
@@ -84,7 +84,7 @@ void collect_in_contexts(AccumulateGrad& leaf) {
       "register_post_accumulate_grad_hook(), which read .grad, but distributed autograd puts its "
       "gradient into the context: remove the hooks, and read get_gradients(context_id) after the "
       "backward; register_hook() can change the gradient before");
-  // Two passes may reach one leaf.
+  // Two passes may reach the same leaf.
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
   for (const auto& hook : leaf.pre_hooks()) {

@@ -96,7 +96,7 @@ std::shared_ptr<Pass> Context::start(
 std::shared_ptr<Pass> Context::begin(
     const std::vector<int64_t>& description,
     const std::vector<at::Tensor>& roots) {
-  // Held while the pass is prepared: another delivery may be for it, too.
+  // The lock is held while the pass is prepared: another delivery may be for it, too.
   std::lock_guard<std::mutex> lock(passes_mutex_);
   const PassId id = description.at(0);
   if (ended_.count(id)) {
@@ -175,7 +175,7 @@ void Context::accumulate(const at::Tensor& variable, const at::Tensor& gradient)
   auto& leaf = leaves_[variable.unsafeGetTensorImpl()];
   leaf.variable = variable;
   const auto update = [&](at::Tensor&& made) { leaf.gradient = std::move(made); };
-  // Passes and their streams differ; each sum follows the one before it.
+  // Passes may use different streams, so each sum waits for the one before it.
   leaf.wait();
   AccumulateGrad::accumulateGrad(variable, leaf.gradient, gradient, 1, update);
   leaf.mark();
@@ -192,7 +192,7 @@ at::Tensor Context::gradient(const at::Tensor& variable) const {
 }
 
 void Context::set_gradient(const at::Tensor& variable, at::Tensor gradient) {
-  // What is replaced is dropped after the lock: tensors may want the interpreter.
+  // The old gradient is freed after the lock is released: tensors may want the interpreter.
   Leaf leaf{variable, std::move(gradient), std::nullopt};
   std::lock_guard<std::mutex> lock(gradients_mutex_);
   auto& place = leaves_[variable.unsafeGetTensorImpl()];
@@ -216,7 +216,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Context::gradients() const {
 }
 
 std::unordered_set<WorkerId> Context::release() {
-  // Dropped after the locks are: nodes and tensors may want the interpreter.
+  // These are freed after the locks are released: nodes and tensors may want the interpreter.
   decltype(sends_) sends;
   decltype(leaves_) leaves;
   decltype(passes_) passes;
@@ -247,9 +247,9 @@ std::unordered_set<WorkerId> Context::release() {
 
 namespace {
 
-// How many ends of contexts a worker remembers.
+// The number of ended contexts that a worker remembers.
 constexpr size_t kRemembered = 4096;
-// Seconds that word of the end of a context may take where nobody says.
+// Seconds that a notice of a context's end may take by default.
 constexpr double kTelling = 60;
 // One counter for the process, so that a worker made anew does not repeat numbers.
 std::atomic<int64_t> counter{0};

@@ -14,7 +14,7 @@ namespace dataparallel {
 class Pass;
 class Worker;
 
-// One distributed autograd context, as one worker has it.
+// A distributed autograd context, as one worker has it.
 class Context : public std::enable_shared_from_this<Context> {
  public:
   Context(std::shared_ptr<Worker> worker, ContextId id) : worker_(std::move(worker)), id_(id) {}
@@ -29,17 +29,17 @@ class Context : public std::enable_shared_from_this<Context> {
     return knowledge_;
   }
 
-  // Record a message to a worker with these tensors, all of which require grad, and that the
-  // worker takes part. Its number, negative without tensors, and what the worker is to learn; or
-  // nothing once the context has ended.
+  // Record a message with these tensors, all of which require grad, and that its receiver takes
+  // part. Return its number, negative without tensors, and the receiver's news; nothing once the
+  // context has ended.
   std::optional<std::pair<MessageId, std::vector<int64_t>>> send(
       const std::vector<at::Tensor>& tensors,
       WorkerId to);
   // Give tensors that arrived with a message their gradient function.
   void receive(MessageId message, const std::vector<at::Tensor>& tensors);
-  // Those of these parts' messages that this worker sent.
+  // Return the sends of this worker that these parts belong to.
   std::unordered_map<MessageId, NodePointer> sends(const std::vector<PartId>& live) const;
-  // The received parts that the roots were computed from.
+  // Return the received parts that the roots were computed from.
   std::vector<PartId> reached_by(const std::vector<at::Tensor>& roots) const;
 
   // Start a pass whose roots are here.
@@ -53,17 +53,17 @@ class Context : public std::enable_shared_from_this<Context> {
   std::vector<std::shared_ptr<Pass>> passes() const;
 
   void accumulate(const at::Tensor& variable, const at::Tensor& gradient);
-  // The gradient of one leaf, undefined if it has none.
+  // Return the gradient of one leaf, undefined if it has none.
   at::Tensor gradient(const at::Tensor& variable) const;
   void set_gradient(const at::Tensor& variable, at::Tensor gradient);
-  // All leaves and their gradients, ready on the streams that are current here.
+  // Return all leaves and their gradients, ready on the streams that are current here.
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients() const;
 
   bool released() const {
     return released_;
   }
-  // Drop all that the context holds; passes under way fail. Returns all others that are known to
-  // take part: not only those that were called, who may be lost, and with them who they called.
+  // Drop everything that the context holds; passes under way fail. Return all others that are known
+  // to take part, including those that only a lost worker has called.
   std::unordered_set<WorkerId> release();
 
  private:
@@ -72,12 +72,12 @@ class Context : public std::enable_shared_from_this<Context> {
     at::Tensor gradient;
     std::optional<c10::Event> ready;
 
-    // Let the stream that is current on the gradient's device wait until it is there.
+    // Make the current stream of the gradient's device wait for the gradient.
     void wait() const;
-    // Note that it is there once that stream has come this far.
+    // Mark the gradient as ready once that stream has come this far.
     void mark();
   };
-  // The pass of this description, started where it is new; null once it has ended.
+  // Return the pass of this description, and start it if it is new; null once it has ended.
   std::shared_ptr<Pass> begin(
       const std::vector<int64_t>& description,
       const std::vector<at::Tensor>& roots);
@@ -112,27 +112,27 @@ class Worker : public std::enable_shared_from_this<Worker> {
   WorkerId id() const {
     return id_;
   }
-  // The first of `count` numbers that nothing else has.
+  // Return the first of `count` numbers that nothing else has.
   int64_t next_number(int64_t count = 1);
 
   std::shared_ptr<Context> new_context();
-  // The context with this number, made where it is new; null once it was released or all were.
+  // Return the context with this number, made if it is new; null if it, or all, were released.
   std::shared_ptr<Context> obtain(ContextId id);
-  // The same, but null where it is unknown.
+  // Return it likewise, but null if it is unknown.
   std::shared_ptr<Context> find(ContextId id) const;
-  // Release a context here and on all workers that are known to take part in it, but for the one
-  // that said so.
+  // Release a context here and on all workers that are known to take part in it, except for the one
+  // that told this worker.
   void release(ContextId id, double timeout, WorkerId told_by = -1);
-  // Release every context here, without a word to the others, and take part in none any more.
+  // Release every context here without telling the others, and take part in no more.
   void close();
 
   void take(Notice notice);
 
-  // What is under way, by torch's names.
+  // Return what is under way, by torch's names.
   std::unordered_map<std::string, int64_t> debug_info();
 
  private:
-  // Let go of a context; null where it is unknown. It is not made anew.
+  // Remove and return a context, which is never made anew; null if it is unknown.
   std::shared_ptr<Context> forget(ContextId id);
   std::vector<std::shared_ptr<Context>> contexts() const;
   void end_overdue_passes();
@@ -148,9 +148,9 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::deque<ContextId> released_order_;
 };
 
-// The worker that this process is; an error where there is none.
+// Return the worker of this process; throw if there is none.
 std::shared_ptr<Worker> process_worker();
-// Let another worker, or none, be that one; what was it before is closed.
+// Make this the worker of the process, or none, and close the one before.
 void set_process_worker(std::shared_ptr<Worker> worker);
 
 } // namespace dataparallel

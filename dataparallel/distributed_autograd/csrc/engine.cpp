@@ -13,7 +13,7 @@
 namespace torch::autograd {
 
 namespace {
-// The engine numbers its own tasks from zero, and shows ids as int: these are negative.
+// The engine numbers its own tasks from zero, and shows ids as int, where ours are negative.
 std::atomic<uint64_t> next_task_id{uint64_t{1} << 31};
 } // namespace
 
@@ -37,7 +37,7 @@ GraphTask::GraphTask(
 
 int NodeTask::getReentrantDepth() const {
   auto task = base_.lock();
-  // The engine's rule: what belongs to no living task is soonest out of the way.
+  // The engine's rule: what belongs to no living task comes first, to be out of the way.
   return task ? task->reentrant_depth_ : std::numeric_limits<int>::max();
 }
 
@@ -110,7 +110,7 @@ void stash_current_streams(GraphTask& task) {
   }
 }
 
-// To start a thread takes as long as a message, so threads are kept: as many as ran at once.
+// Starting a thread takes as long as a message, so threads are kept: as many as ran at once.
 class Threads {
  public:
   void run(std::function<void()> job) {
@@ -131,8 +131,8 @@ class Threads {
 
  private:
   void work() {
-    // One state of the interpreter for the thread's life, as torch's own engine threads have:
-    // an error that Python code raised belongs to it until the engine has kept it.
+    // The thread has one interpreter state for life, as torch's own engine threads do: it holds an
+    // error that Python code raised until the engine has stored that.
     const pybind11::gil_scoped_acquire gil;
     const pybind11::gil_scoped_release no_gil;
     std::unique_lock<std::mutex> lock(mutex_);
@@ -196,7 +196,7 @@ void run_graph_task(const Task& task, const Queue& queue, NodePointer root) {
   auto& engine = Engine::get_default_engine();
   (engine.*&EngineMembers::init_local_ready_queue)(queue);
   engine.execute_with_graph_task(task, std::move(root), InputBuffer(0));
-  // The thread would keep the queue, and with it what a failed task has left there.
+  // Else the thread would keep the queue, and in it what a failed task has left.
   (engine.*&EngineMembers::init_local_ready_queue)(std::make_shared<ReadyQueue>());
 }
 

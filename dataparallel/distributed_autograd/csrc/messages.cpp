@@ -16,10 +16,10 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// Before the flags of the gradients; then follows the description.
+// The numbers of a notice: this many, then a flag for each gradient, then the description.
 constexpr size_t kHead = 7;
 
-// A gradient may be undefined: of each there is a flag, and of those that are defined a tensor.
+// A gradient may be undefined, so each has a flag, and only a defined one has a tensor.
 int64_t take_notice(
     std::vector<int64_t> numbers,
     std::vector<at::Tensor> defined,
@@ -32,7 +32,7 @@ int64_t take_notice(
   notice.finished = numbers[6] != 0;
   const auto flags = numbers.begin() + kHead;
   const auto end = flags + numbers[5];
-  // Gradients of one memory arrive as such, and two leaves must not share one.
+  // Gradients that shared memory still share it here, and two leaves must not have one gradient.
   std::unordered_set<c10::StorageImpl*> memories;
   size_t next = 0;
   for (auto flag = flags; flag != end; ++flag) {
@@ -102,7 +102,8 @@ std::string worker_name(WorkerId id) {
 
 void post(WorkerId to, Notice notice, double timeout, Acknowledge done) {
   if (!done) {
-    // Where the other side is gone there is nobody to tell; who waits for it finds out by itself.
+    // If the other side is gone, nobody is left to tell; others who wait for it find out
+    // themselves.
     done = [](const std::string&) {};
   }
   std::string error;

@@ -16,17 +16,17 @@ using torch::autograd::ReadyQueue;
 
 namespace {
 
-// Passes that run, by the ids of their tasks.
+// The passes that run, by the ids of their tasks.
 std::mutex running_mutex;
 std::unordered_map<int, std::weak_ptr<Pass>> running_passes;
 
-// Enter every node that can be reached from `roots` into a task.
+// Enter every node that `roots` lead to into a task.
 void count_dependencies(GraphTask& task, const std::vector<NodePointer>& roots) {
   std::vector<Node*> queue;
   const auto visit = [&](Node* node) {
     if (task.nodes_in_graph_.insert(node).second) {
-      // Every node is needed. An entry for each, instead of none at all, is what makes a
-      // re-entrant checkpoint refuse to run: its inner backward would write to `.grad`.
+      // Every node is needed. An entry for each, instead of none at all, makes a re-entrant
+      // checkpoint refuse to run: its inner backward would write to `.grad`.
       task.exec_info_[node].needed_ = true;
       queue.push_back(node);
     }
@@ -147,8 +147,8 @@ void Pass::finish(std::exception_ptr error) {
   if (error) {
     fail(error);
   }
-  // The graph must not outlive the pass, which the caller may keep. Dropped without the lock:
-  // nodes and tensors may want the interpreter.
+  // The caller may keep the pass, but the pass must not keep the graph. It is freed without the
+  // lock: nodes and tensors may want the interpreter.
   Task task;
   decltype(awaited_) awaited;
   bool failed;
@@ -179,7 +179,7 @@ void Pass::settle(WorkerId worker) {
       return;
     }
   }
-  // Before the caller sees the end, nothing of the pass may be left.
+  // Nothing of the pass may be left when the caller sees its end.
   context_->erase(description_.pass);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -215,7 +215,7 @@ void Pass::fail(std::exception_ptr error, WorkerId worker) {
   }
   const auto& own = context_->worker();
   if (!others.erase(own.id())) {
-    // Its own part has ended before, so nothing else will.
+    // The root's own part has ended, so nothing else will remove the pass.
     context_->erase(description_.pass);
   }
   for (const auto to : others) {
@@ -251,7 +251,7 @@ bool Pass::overdue() const {
 // --- what travels between workers
 
 double Pass::patience() const {
-  // Longer than the root's, which names all that have not finished and not only one.
+  // The root's patience ends first: its error names all that have not finished, and not only one.
   constexpr double kMore = 2;
   return description_.timeout > 0 ? description_.timeout + kMore : 0;
 }
@@ -324,7 +324,7 @@ void Pass::hand_on(const Receive& receive, std::vector<at::Tensor> gradients) {
     context_->take(std::move(notice));
     return;
   }
-  // The root waits for each worker's end: one message less where that can go with gradients.
+  // The root waits for each worker's end. Sent along with gradients, it costs no message.
   if (to == root() && ends_with(receive)) {
     notice.finished = true;
     std::lock_guard<std::mutex> lock(mutex_);

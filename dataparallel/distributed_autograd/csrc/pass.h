@@ -1,4 +1,4 @@
-// One backward pass through the part of the graph that one worker has.
+// A backward pass through the part of the graph that one worker has.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@
 
 namespace dataparallel {
 
-// What every worker must know of a pass.
+// The facts about a pass that every worker must know.
 struct Description {
   PassId pass;
   bool retain_graph;
@@ -24,11 +24,11 @@ class Pass : public std::enable_shared_from_this<Pass> {
  public:
   Pass(std::shared_ptr<Context> context, Description description);
 
-  // The pass that the node which runs in this thread belongs to, or null: a backward that the node
-  // itself runs belongs to none.
+  // Return the pass of the node that runs in this thread, or null: a backward that the node itself
+  // runs belongs to none.
   static std::shared_ptr<Pass> current();
 
-  // Count the dependencies of all that the roots and the live sends reach, and start the thread.
+  // Count the dependencies of everything that the roots and the live sends reach; start the thread.
   void start(const std::vector<at::Tensor>& roots);
   void take(Notice notice);
   // Send the gradients of a received message to its sender.
@@ -37,12 +37,12 @@ class Pass : public std::enable_shared_from_this<Pass> {
   void fail(std::exception_ptr error, WorkerId worker = -1);
   void fail(const std::string& text, WorkerId worker = -1);
 
-  // Root only: wait until every worker is done or one has failed; false if that takes longer.
+  // Root only: wait until every worker is done or one has failed; return false after `seconds`.
   bool wait(double seconds);
-  // The error, null if there is none; `failed_worker` is the worker that reported it.
+  // Return the error, null if there is none; `failed_worker` is the worker that reported it.
   std::exception_ptr error() const;
   WorkerId failed_worker() const;
-  // The workers that have not finished.
+  // Return the workers that have not finished.
   std::vector<WorkerId> missing() const;
   bool overdue() const;
 
@@ -55,14 +55,14 @@ class Pass : public std::enable_shared_from_this<Pass> {
     return maker(description_.pass);
   }
   bool is_root() const;
-  // Whether nothing of this worker's part is left to do after this node, which runs.
+  // True if nothing of this worker's part is left to do after this node, which runs.
   bool ends_with(const torch::autograd::Node& node) const;
   void run(const Task& task, NodePointer root);
   void finish(std::exception_ptr error);
-  // A worker has finished; the pass ends with the last one.
+  // Note that a worker has finished; the pass ends with the last one.
   void settle(WorkerId worker);
   void tell(WorkerId to, Kind kind, std::string text = {});
-  // Seconds that a notice of the pass may take; 0: no limit.
+  // Return the seconds that a notice of the pass may take; 0: no limit.
   double patience() const;
 
   const std::shared_ptr<Context> context_;
@@ -77,14 +77,14 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // The sends whose gradients have not arrived.
   std::unordered_map<MessageId, NodePointer> awaited_;
   std::unordered_set<WorkerId> missing_;
-  // The root knows, or will by gradients under way, that this worker has finished.
+  // True if the root knows, or will by gradients under way, that this worker has finished.
   bool reported_ = false;
   bool over_ = false;
   std::exception_ptr error_;
   WorkerId failed_worker_ = -1;
 };
 
-// An error as text, with the Python traceback where it has one.
+// Return an error as text, with the Python traceback if it has one.
 std::string describe(const std::exception_ptr& error);
 
 } // namespace dataparallel

@@ -1,4 +1,4 @@
-// What Python sees of the extension.
+// The extension as Python sees it.
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/utils/pybind.h>

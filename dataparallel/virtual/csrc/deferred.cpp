@@ -1,4 +1,4 @@
-// Operators on a stream that defers: what can be queued is, the rest waits for its stream.
+// Operators on a stream that defers: they are queued if they can be, else they wait for the stream.
 #include "deferred.h"
 
 #include "fallback.h"
@@ -54,7 +54,7 @@ void OperatorTask::run() {
   for (const auto& tensor : written) {
     places.push_back(tensor.storage().data());
   }
-  // A graph runs it again.
+  // A graph runs the task again.
   std::vector<c10::IValue> stack = arguments;
   op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   for (size_t i = 0; i < written.size(); ++i) {
@@ -85,8 +85,8 @@ void OperatorTask::store(const c10::IValue& result, const std::vector<at::Tensor
 }
 
 void OperatorTask::store_tensor(const at::Tensor& result, const at::Tensor& target) const {
-  // Where a CPU kernel leaves an output empty, nothing reads it: the saved statistics of batch_norm
-  // in evaluation, for instance.
+  // If a CPU kernel leaves an output empty, nothing reads it: the saved statistics of batch_norm in
+  // evaluation, for instance.
   if (!target.defined() || !result.defined() || result.numel() == 0) {
     return;
   }
@@ -98,11 +98,11 @@ void OperatorTask::store_tensor(const at::Tensor& result, const at::Tensor& targ
 }
 
 // Only metadata is known at submission, so only operators whose metadata suffices can be queued.
-bool Call::can_defer() const {
+bool OperatorCall::can_defer() const {
   return layouts_ == Layouts::kDense && !foreign_memory_ && !info_.runs_at_once;
 }
 
-void Call::run_deferred(Stream& stream) {
+void OperatorCall::run_deferred(Stream& stream) {
   if (C10_UNLIKELY(holds_too_much(device_)) && !stream.capturing()) {
     stream.synchronize();
   }
@@ -115,7 +115,7 @@ void Call::run_deferred(Stream& stream) {
     const auto described = describe(
         op_, info_,
         at::ArrayRef<c10::IValue>(stack_.data() + base_, static_cast<size_t>(info_.num_arguments)));
-    // An operator that only changes its arguments in place has no new metadata to know.
+    // An operator that only changes its arguments in place has no new metadata.
     const bool in_place = !info_.has_new_outputs && !info_.has_out_arguments;
     if (described || (in_place && !info_.has_meta_kernel)) {
       queue(stream, described.get());
@@ -126,9 +126,9 @@ void Call::run_deferred(Stream& stream) {
   run_now();
 }
 
-// Random numbers are drawn in the order of submission, as a counter-based generator would give
-// them, whatever order the streams run in.
-void Call::sample_now_write_later(Stream& stream) {
+// Random numbers are drawn in the order of submission, whatever order the streams run in, as a
+// counter-based generator would give them.
+void OperatorCall::sample_now_write_later(Stream& stream) {
   bind_cpu_arguments(/*snapshot=*/true);
   const auto written = operands_;
   operands_.clear();
@@ -154,7 +154,7 @@ void Call::sample_now_write_later(Stream& stream) {
   take_results();
 }
 
-void Call::queue(Stream& stream, const Description* described) {
+void OperatorCall::queue(Stream& stream, const Description* described) {
   const size_t num_returns = info_.returns.size();
   torch::jit::Stack results(num_returns);
   // Outputs take the described size before their memory is aliased.

@@ -1,4 +1,4 @@
-// What streams queue: operators and copies, over memory that they keep in existence.
+// The work that streams queue: operators and copies, over memory that they keep in existence.
 #pragma once
 
 #include "alias.h"
@@ -11,8 +11,8 @@
 
 namespace vdev {
 
-// A tensor that a task may own: the CPU's alias of device memory, or the host's memory itself. Never
-// one that Python may hold, because tasks are destroyed by threads without the interpreter.
+// Return a tensor that a task may own: the CPU's alias of device memory, or the host's own memory.
+// Python may never hold it: threads without the interpreter destroy tasks.
 at::Tensor for_task(const at::Tensor& tensor);
 
 class CopyTask final : public Task {
@@ -34,7 +34,7 @@ class OperatorTask final : public Task {
  public:
   OperatorTask(const c10::OperatorHandle& op, const std::string& name) : op_(op), name_(name) {}
 
-  // Allocates what a result was described as; the kernel's result is copied there.
+  // Allocate a result as it was described; the kernel's result is copied there.
   c10::IValue expect(
       const std::vector<TensorDescription>& described, ReturnKind kind, c10::DeviceIndex device);
   void expect_nothing();
@@ -42,7 +42,7 @@ class OperatorTask final : public Task {
   std::string name() const override {
     return name_;
   }
-  // Others may be collectives.
+  // Operators of others may be collectives.
   bool may_block() const override {
     return name_.rfind("aten::", 0) != 0;
   }

@@ -1,4 +1,4 @@
-// Which virtual devices exist, what each thread has made current, and what was counted.
+// The virtual devices that exist, the current one of each thread, and what is counted of each.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,18 +15,18 @@ constexpr int kMaxDevices = 64;
 c10::DeviceIndex device_count() noexcept;
 void set_device_count(int count);
 
-// The current device of this thread, as torch.virtual.current_device() tells it.
+// Return the current device of this thread, as torch.virtual.current_device() does.
 c10::DeviceIndex current_device() noexcept;
 void set_current_device(c10::DeviceIndex index) noexcept;
 
-// Throws for an index that no enabled device has; -1 means the current device.
+// Return the index, where -1 means the current device; throw if no enabled device has it.
 c10::DeviceIndex checked_index(c10::DeviceIndex index);
 
 inline c10::Device device_at(c10::DeviceIndex index) {
   return c10::Device(c10::DeviceType::PrivateUse1, index);
 }
 
-// In strict mode default streams defer like any other.
+// True if default streams defer like any other.
 bool strict() noexcept;
 void set_strict_flag(bool value) noexcept;
 
@@ -50,14 +50,14 @@ enum Counter : int {
   kNumCounters,
 };
 
-// One cache line or more for each device: threads driving different devices never share one.
+// The counters of a device, on cache lines of their own: different threads drive the devices.
 struct alignas(64) Counters {
   std::array<std::atomic<int64_t>, kNumCounters> values{};
 };
 
 Counters& counters(c10::DeviceIndex index) noexcept;
 
-// Bytes copied from one device to another.
+// Return the counter of bytes that were copied from one device to another.
 std::atomic<int64_t>& route(c10::DeviceIndex source, c10::DeviceIndex destination) noexcept;
 
 inline void count(c10::DeviceIndex index, Counter which, int64_t amount = 1) noexcept {

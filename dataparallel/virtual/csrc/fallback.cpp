@@ -7,10 +7,10 @@
 namespace vdev {
 namespace {
 
-// A number from the host has the value that it has at submission.
+// Return a copy: a number from the host counts as it was at submission.
 at::Tensor host_snapshot(const at::Tensor& tensor) {
   at::Tensor copy = tensor.clone();
-  // Numbers from Python take part in type promotion in a way of their own.
+  // Numbers from Python have their own rules of type promotion.
   copy.unsafeGetTensorImpl()->set_wrapped_number(
       tensor.unsafeGetTensorImpl()->is_wrapped_number());
   return copy;
@@ -18,14 +18,14 @@ at::Tensor host_snapshot(const at::Tensor& tensor) {
 
 }  // namespace
 
-Call::Call(const c10::OperatorHandle& op, torch::jit::Stack& stack, Layouts layouts)
+OperatorCall::OperatorCall(const c10::OperatorHandle& op, torch::jit::Stack& stack, Layouts layouts)
     : op_(op),
       info_(info_of(op)),
       stack_(stack),
       base_(stack.size() - static_cast<size_t>(info_.num_arguments)),
       layouts_(layouts) {}
 
-void Call::run() {
+void OperatorCall::run() {
   TORCH_CHECK_NOT_IMPLEMENTED(
       info_.has_cpu_kernel || layouts_ == Layouts::kAny, info_.name, " is not implemented for the 'virtual' device");
   check_not_forked();
@@ -43,7 +43,7 @@ void Call::run() {
   }
 }
 
-void Call::run_on(Stream& stream) {
+void OperatorCall::run_on(Stream& stream) {
   if (stream.defers()) {
     run_deferred(stream);
   } else {
@@ -51,7 +51,7 @@ void Call::run_on(Stream& stream) {
   }
 }
 
-void Call::run_checked(Stream& stream) {
+void OperatorCall::run_checked(Stream& stream) {
   Launch launch(stream, info_.name.c_str());
   for (const auto& each : info_.tensors) {
     if (each.writes || !info_.reads_nothing) {
@@ -73,8 +73,8 @@ void Call::run_checked(Stream& stream) {
   }
 }
 
-// Finds the device, and complains about arguments that are not on it.
-void Call::inspect() {
+// Find the device, and complain about arguments that are not on it.
+void OperatorCall::inspect() {
   for (const auto& tensor_argument : info_.tensors) {
     visit_tensors(argument(tensor_argument.index), [&](const at::Tensor& tensor) {
       inspect_tensor(tensor, tensor_argument);
@@ -86,7 +86,7 @@ void Call::inspect() {
     }
     return;
   }
-  // The generator alone can have brought the call here.
+  // Only the generator can have brought the call here.
   TORCH_CHECK(
       !found_host_ || info_.generator_argument < 0,
       "Expected a 'cpu' device type for generator but found 'virtual'");
@@ -98,7 +98,7 @@ void Call::inspect() {
   }
 }
 
-void Call::inspect_tensor(const at::Tensor& tensor, const TensorArgument& argument) {
+void OperatorCall::inspect_tensor(const at::Tensor& tensor, const TensorArgument& argument) {
   const c10::Device device = tensor.device();
   if (device.type() == c10::DeviceType::PrivateUse1) {
     foreign_memory_ |= !is_ours(tensor);
@@ -116,7 +116,7 @@ void Call::inspect_tensor(const at::Tensor& tensor, const TensorArgument& argume
   }
 }
 
-void Call::fail_on_mixed_devices(
+void OperatorCall::fail_on_mixed_devices(
     const c10::Device& other, const TensorArgument& argument) const {
   TORCH_CHECK(
       false, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -125,7 +125,7 @@ void Call::fail_on_mixed_devices(
       ")");
 }
 
-void Call::run_now() {
+void OperatorCall::run_now() {
   bind_cpu_arguments(/*snapshot_host_tensors=*/false);
   {
     KernelScope scope;
@@ -138,7 +138,7 @@ void Call::run_now() {
   take_results();
 }
 
-void Call::bind_cpu_arguments(bool snapshot) {
+void OperatorCall::bind_cpu_arguments(bool snapshot) {
   originals_.assign(stack_.begin() + static_cast<std::ptrdiff_t>(base_), stack_.end());
   operands_.clear();
   for (const auto& tensor_argument : info_.tensors) {
@@ -162,7 +162,7 @@ void Call::bind_cpu_arguments(bool snapshot) {
   }
 }
 
-at::Tensor Call::bind_tensor(const at::Tensor& tensor, bool writes, bool snapshot) {
+at::Tensor OperatorCall::bind_tensor(const at::Tensor& tensor, bool writes, bool snapshot) {
   if (!is_virtual(tensor)) {
     return snapshot ? host_snapshot(tensor) : tensor;
   }
@@ -174,7 +174,7 @@ at::Tensor Call::bind_tensor(const at::Tensor& tensor, bool writes, bool snapsho
   return alias;
 }
 
-void Call::take_results() {
+void OperatorCall::take_results() {
   const size_t num_returns = info_.returns.size();
   const size_t first = stack_.size() - num_returns;
   for (size_t i = 0; i < num_returns; ++i) {
@@ -198,7 +198,7 @@ void Call::take_results() {
   }
 }
 
-c10::IValue Call::result_for(const ReturnValue& info, c10::IValue value) {
+c10::IValue OperatorCall::result_for(const ReturnValue& info, c10::IValue value) {
   if (info.written_argument >= 0) {
     return originals_[static_cast<size_t>(info.written_argument)];
   }
@@ -217,7 +217,7 @@ c10::IValue Call::result_for(const ReturnValue& info, c10::IValue value) {
   return value;
 }
 
-at::Tensor Call::wrap(const at::Tensor& result) {
+at::Tensor OperatorCall::wrap(const at::Tensor& result) {
   if (!result.defined() || is_virtual(result)) {
     return result;
   }
@@ -246,11 +246,11 @@ at::Tensor Call::wrap(const at::Tensor& result) {
 }
 
 void cpu_kernel_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call(op, *stack).run();
+  OperatorCall(op, *stack).run();
 }
 
 void any_layout_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Call(op, *stack, Call::Layouts::kAny).run();
+  OperatorCall(op, *stack, OperatorCall::Layouts::kAny).run();
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -1,4 +1,4 @@
-// Runs any operator on a virtual device through its CPU kernel.
+// The fallback: it runs any operator on a virtual device through its CPU kernel.
 #pragma once
 
 #include "alias.h"
@@ -9,7 +9,7 @@
 
 namespace vdev {
 
-// A tensor argument, and what the CPU kernel gets in its place.
+// A tensor argument, and the tensor that the CPU kernel gets in its place.
 struct Operand {
   at::Tensor original;
   at::Tensor alias;
@@ -17,13 +17,13 @@ struct Operand {
   bool writes;
 };
 
-// One invocation of an operator. `op` is the one whose CPU kernel runs: it may stand in for the one
-// that was called.
-class Call {
+// One call of an operator. The CPU kernel of `op` runs: it may stand in for the operator that was
+// called.
+class OperatorCall {
  public:
   enum class Layouts { kDense, kAny };
 
-  Call(
+  OperatorCall(
       const c10::OperatorHandle& op, torch::jit::Stack& stack, Layouts layouts = Layouts::kDense);
 
   void run();
@@ -31,7 +31,7 @@ class Call {
  private:
   void inspect();
   void run_on(Stream& stream);
-  // As that, and checks that other streams have no part in it that nothing orders.
+  // Run it likewise, and check that no work on other streams races with it.
   void run_checked(Stream& stream);
   void inspect_tensor(const at::Tensor& tensor, const TensorArgument& argument);
   [[noreturn]] void fail_on_mixed_devices(
@@ -70,7 +70,7 @@ class Call {
 void cpu_kernel_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 void any_layout_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-// Sparse tensors as pairs of dense ones.
+// These treat sparse tensors as pairs of dense ones.
 at::Tensor sparse_cpu_alias(
     const at::Tensor& tensor, bool writes, c10::SmallVector<Operand, 6>& operands);
 at::Tensor adopt_sparse(
@@ -80,7 +80,7 @@ void match_sparse(
     const at::Tensor& tensor, const at::Tensor& alias,
     const std::function<at::Tensor(const at::Tensor&)>& wrap);
 
-// Calls `visit` with every defined tensor in a value, be it one, optional or a list.
+// Call `visit` with every defined tensor in a value: a tensor, an optional one or a list.
 template <typename Visit>
 void visit_tensors(const c10::IValue& value, const Visit& visit) {
   const auto visit_one = [&](const at::Tensor& tensor) {
@@ -101,7 +101,7 @@ void visit_tensors(const c10::IValue& value, const Visit& visit) {
   }
 }
 
-// Applies `change` to every defined tensor in an argument, be it one, optional or a list.
+// Apply `change` to every defined tensor in an argument: a tensor, an optional one or a list.
 template <typename Change>
 void change_tensors(c10::IValue& value, const Change& change) {
   if (value.isTensor()) {

@@ -86,7 +86,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new Event();
     }
-    // Always with the time: the flag is not the same in every place that creates events.
+    // Always record the time: not all places that create events pass the same flag.
     (void)flag;
     auto record = stream_of(stream).record(/*timed=*/true);
     auto* mine = static_cast<Event*>(*event);

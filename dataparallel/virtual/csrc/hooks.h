@@ -1,4 +1,4 @@
-// What is made once per process, and the random generators of the devices.
+// The registrations that a process makes once, and the random generators of the devices.
 #pragma once
 
 #include "devices.h"
@@ -7,17 +7,17 @@
 
 namespace vdev {
 
-// Answers torch's questions about the accelerator.
+// Register the answers to torch's questions about the accelerator.
 void register_hooks();
 
-// Registers the fallback for operators that would otherwise be decomposed into other ones.
+// Register the fallback for operators that would otherwise be decomposed into other ones.
 void register_cpu_kernels();
 
-// One generator per device, drawing as the CPU's generator does.
+// Make the generator of a device, which draws as the CPU's generator does.
 at::Generator make_generator(c10::DeviceIndex device);
 const at::Generator& default_generator(c10::DeviceIndex device);
 
-// The CPU generator behind a device's generator: what CPU kernels can draw from.
+// Return the CPU generator behind a device's generator, from which CPU kernels can draw.
 at::Generator cpu_generator_of(const at::Generator& generator);
 
 }  // namespace vdev

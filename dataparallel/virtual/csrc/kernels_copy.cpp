@@ -72,7 +72,7 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
   count(device, kBytesDeviceToDevice, bytes);
   route(device, to.device().index()).fetch_add(bytes, std::memory_order_relaxed);
   // The copy belongs to the source's stream. It must follow what the target's stream still does
-  // with the memory, and what comes next on the target's stream must follow it.
+  // with the memory, and later work on the target's stream must follow the copy.
   Stream& other = current_stream(to.device().index());
   stream.wait(other.record(/*timed=*/false));
   submit_copy(stream, from, to);
@@ -122,7 +122,7 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   return cpu_alias(self).item();
 }
 
-// Copying knows about conjugate and negative views. Torch resolves them with a copy, so it must.
+// Copies handle conjugate and negative views themselves, since torch resolves those with a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

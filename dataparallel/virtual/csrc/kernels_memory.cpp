@@ -1,4 +1,4 @@
-// Kernels about memory and geometry: they run at submission, because they read no contents.
+// Kernels for memory and geometry: they run at submission, because they read no contents.
 #include "alias.h"
 
 #include <ATen/EmptyTensor.h>
@@ -102,7 +102,7 @@ at::Tensor& set_storage_(
   return self;
 }
 
-// Not left to the fallback: there, self would come to own the memory of an alias of the source.
+// The fallback would not do: there, self would come to own the memory of an alias of the source.
 at::Tensor& set_tensor_(at::Tensor& self, const at::Tensor& source) {
   return set_storage_(
       self, source.storage(), source.storage_offset(), source.sizes(), source.strides());

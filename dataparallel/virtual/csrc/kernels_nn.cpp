@@ -1,4 +1,4 @@
-// Operators that torch asks of an accelerator under another name than of the CPU.
+// Operators that torch calls by another name on an accelerator than on the CPU.
 #include "fallback.h"
 
 #include <ATen/TensorOperators.h>
@@ -19,7 +19,7 @@ c10::OperatorHandle find_operator(const char* name) {
 
 void convolution(const c10::OperatorHandle& /*op*/, torch::jit::Stack* stack) {
   static const auto* op = new c10::OperatorHandle(find_operator("aten::convolution"));
-  Call(*op, *stack).run();
+  OperatorCall(*op, *stack).run();
 }
 
 void convolution_backward(const c10::OperatorHandle& /*op*/, torch::jit::Stack* stack) {
@@ -31,14 +31,14 @@ void convolution_backward(const c10::OperatorHandle& /*op*/, torch::jit::Stack* 
   constexpr size_t kWeight = 2;
   const auto first = stack->end() - static_cast<std::ptrdiff_t>(kArguments);
   const at::Tensor weight = first[kWeight].toTensor();
-  // The CPU's operator is also told the size of the bias: one element per output channel.
+  // The CPU's operator also gets the size of the bias: one element per output channel.
   const bool transposed = first[kTransposed].toBool();
   const int64_t channels =
       transposed ? weight.size(1) * first[kGroups].toInt() : weight.size(0);
   const bool batched = first[kGradOutput].toTensor().dim() == weight.dim();
   TORCH_CHECK(batched, "the gradient of a convolution needs a batch dimension");
   stack->insert(first + 3, c10::IValue(std::vector<int64_t>{channels}));
-  Call(*op, *stack).run();
+  OperatorCall(*op, *stack).run();
 }
 
 // The noise is drawn as dropout on the CPU draws it: one seed gives one mask on both.

@@ -15,7 +15,7 @@ namespace {
 // A loop that never waits would otherwise keep everything it has ever computed.
 constexpr int64_t kMaxRetiredBytes = int64_t{1} << 30;
 
-// Of a device that has no limit.
+// The limit of a device that has none.
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 
 struct alignas(64) Usage {
@@ -23,10 +23,10 @@ struct alignas(64) Usage {
   std::atomic<int64_t> retired_bytes{0};
   std::atomic<int64_t> bytes{0};
   std::atomic<int64_t> peak_bytes{0};
-  // Of tensors, and of freed blocks that recorded streams may still use.
+  // Bytes of tensors, and of freed blocks that recorded streams may still use.
   std::atomic<int64_t> active_bytes{0};
   std::atomic<int64_t> peak_active_bytes{0};
-  // All of that, and what streams keep to hand it out again.
+  // Those bytes, and the ones that streams keep to hand out again.
   std::atomic<int64_t> reserved_bytes{0};
   std::atomic<int64_t> peak_reserved_bytes{0};
   std::atomic<int64_t> retries{0};
@@ -51,7 +51,7 @@ void release_cached(c10::DeviceIndex device) {
   });
 }
 
-// What the owner has freed before is handed out first, however it is divided into blocks.
+// Memory that the owner has freed is handed out first, however it is divided into blocks.
 void account_reserved(Stream& owner, int64_t amount) {
   Usage& usage = usages[static_cast<size_t>(owner.device)];
   raise_to(usage.peak_active_bytes, usage.active_bytes.fetch_add(amount) + amount);
@@ -103,7 +103,7 @@ void account_free(c10::DeviceIndex device, size_t nbytes) {
   usage.blocks_freed.fetch_add(1, std::memory_order_relaxed);
 }
 
-// What is left of a block after its tensor has gone, until its streams have passed that moment.
+// A block whose tensor has gone, until its streams have passed that moment.
 struct Retirement {
   Retirement(BlockRef block, size_t streams) : block(std::move(block)), remaining(streams) {}
   BlockRef block;
@@ -119,7 +119,7 @@ class RetireTask final : public Task {
       return;
     }
     Block& block = *retirement_->block;
-    // Whoever still refers to the block now is queued on a stream that had no right to it.
+    // Work that still refers to the block now is queued on a stream that had no right to it.
     if (retirement_->block.use_count() > 1) {
       poison(block.memory.get(), block.nbytes);
     }
@@ -203,7 +203,7 @@ class VirtualAllocator final : public c10::DeviceAllocator {
     const auto blocks =
         stat(usage.blocks, usage.peak_blocks, usage.blocks_ever, usage.blocks_freed);
     c10::CachingDeviceAllocator::DeviceStats stats;
-    // Only the sum over all pools: there is no division into small and large blocks here.
+    // Only the sum over all pools is told: there are no small and large blocks here.
     stats.allocation[0] = stats.active[0] = stats.segment[0] = blocks;
     stats.allocated_bytes[0] = stats.requested_bytes[0] = bytes;
     stats.active_bytes[0] = stat(usage.active_bytes, usage.peak_active_bytes, 0, 0);
@@ -222,7 +222,7 @@ class VirtualAllocator final : public c10::DeviceAllocator {
     usage.peak_reserved_bytes = usage.reserved_bytes.load();
     usage.peak_blocks = usage.blocks.load();
   }
-  // Not marked as overriding: older versions of torch do not have it.
+  // It is not marked as overriding: older versions of torch do not have it.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
     return memory_info(device);
   }
@@ -283,7 +283,7 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
   }
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(nbytes);
   if (current_stream(device).defers()) {
-    // What was never written, or not yet, must not look right by luck.
+    // Memory that nothing has written yet must not look right by luck.
     poison(memory.get(), nbytes);
   }
   return adopt_memory(std::move(memory), nbytes, device);

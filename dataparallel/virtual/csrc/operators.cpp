@@ -16,7 +16,7 @@
 namespace vdev {
 namespace {
 
-// Their meta kernels do not describe what their CPU kernels return.
+// Operators whose meta kernels do not describe what their CPU kernels return.
 const std::unordered_set<std::string>& undescribed() {
   static const auto* names = new std::unordered_set<std::string>{
       "aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::_embedding_bag_backward"};
@@ -80,8 +80,8 @@ int find_written(const c10::FunctionSchema& schema, const c10::AliasInfo& alias)
 // Many meta kernels are written in Python, and a training loop repeats the same shapes.
 constexpr size_t kMaxCached = 16384;
 
-// Everything that a description depends on, as bytes. Incomplete if an argument has a value that
-// is not known to be comparable.
+// Everything that a description depends on, as bytes. It is incomplete if an argument has a value
+// that is not known to be comparable.
 class Key {
  public:
   void add(const c10::IValue& value) {

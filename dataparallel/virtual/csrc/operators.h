@@ -1,5 +1,5 @@
-// What the fallback needs to know about an operator, worked out once for each; and what its results
-// will look like, as its meta kernel tells, without running it.
+// The facts about an operator that the fallback needs, worked out once for each; and a description
+// of its results, from its meta kernel, without running it.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -63,10 +63,10 @@ struct TensorDescription {
   caffe2::TypeMeta type;
 };
 
-// Per return value the tensors in it: one, or those of a list.
+// For each return value the tensors in it: one, or those of a list.
 using Description = std::vector<std::vector<TensorDescription>>;
 
-// Null if only running the operator can tell, or if running it will tell what is wrong with it.
+// Describe the results; null if only running the operator tells them, or what is wrong with it.
 std::shared_ptr<const Description> describe(
     const c10::OperatorHandle& op, const OperatorInfo& info, at::ArrayRef<c10::IValue> arguments);
 

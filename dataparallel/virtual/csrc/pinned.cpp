@@ -1,4 +1,4 @@
-// Pinned host memory. Nothing is page-locked; what matters is which copies may read or write late.
+// Pinned host memory. Nothing is page-locked; it matters only for which copies may run late.
 #include "alias.h"
 #include "fallback.h"
 
@@ -20,7 +20,7 @@ struct PinnedBlock final : Used {
 };
 using PinnedRef = c10::intrusive_ptr<PinnedBlock>;
 
-// Ordered by address, to find the block that an interior pointer belongs to.
+// The blocks in order of address, to find the one that an interior pointer belongs to.
 struct PinnedRegistry {
   std::shared_mutex mutex;
   std::map<const char*, PinnedRef> blocks;
@@ -90,7 +90,7 @@ bool is_plain(const at::Tensor& tensor) {
       !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-// Torch tells of each operator that a program calls. Of interest are those that the CPU runs.
+// Torch reports each operator that a program calls. Only those that the CPU runs matter here.
 std::unique_ptr<at::ObserverContext> look_at_call(const at::RecordFunction& call) {
   if (!checks_races() || KernelScope::is_inside()) {
     return nullptr;

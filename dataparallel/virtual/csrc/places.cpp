@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kMostFrames = 24;
 constexpr int kShownFrames = 5;
 
-// Never freed, so that a place can be dropped without the interpreter's lock.
+// The code is never freed, so that a place can be dropped without the interpreter's lock.
 PyCodeObject* kept(PyCodeObject* code) {
   static auto* mutex = new std::mutex();
   static auto* codes = new ska::flat_hash_set<PyCodeObject*>();

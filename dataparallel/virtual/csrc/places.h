@@ -1,4 +1,4 @@
-// Where in the program something was launched, for messages.
+// The place in the program at which something was launched, for messages.
 #pragma once
 
 #include <memory>
@@ -6,13 +6,13 @@
 
 namespace vdev {
 
-// Cheap to take; what it says is looked up when somebody reads it. Empty where Python has no part.
+// A place is cheap to take: its text is made when somebody reads it. It is empty outside of Python.
 class Place {
  public:
   virtual ~Place() = default;
   virtual std::string describe() const = 0;
 
-  // The place where this thread is.
+  // Return the place where this thread is.
   static std::shared_ptr<const Place> here();
 };
 

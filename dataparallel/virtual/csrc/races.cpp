@@ -24,7 +24,7 @@ std::mutex& clocks_mutex() {
 
 std::atomic<bool> has_late{false};
 
-// Under the same lock.
+// The errors are under the same lock.
 std::vector<LateError>& late_errors() {
   static auto* errors = new std::vector<LateError>();
   return *errors;
@@ -90,7 +90,7 @@ Region region_of(const at::Tensor& tensor) {
   return made;
 }
 
-// From where to where there are bytes without a gap, in order; nothing where there are too many.
+// Return the ranges of bytes without a gap, in order; nothing where there are too many.
 std::vector<std::pair<int64_t, int64_t>> pieces_of(const Region& region) {
   std::vector<std::pair<int64_t, int64_t>> pieces{
       {region.begin, region.sizes.empty() ? region.end : region.begin + region.itemsize}};
@@ -110,7 +110,7 @@ std::vector<std::pair<int64_t, int64_t>> pieces_of(const Region& region) {
   return pieces;
 }
 
-// The memory of a tensor, and the part of it that the tensor covers; null for what nobody checks.
+// Return a tensor's memory, and the part that the tensor covers; null for memory nobody checks.
 std::pair<c10::intrusive_ptr<Used>, Region> memory_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return {};
@@ -192,7 +192,7 @@ std::string describe(const Access& access) {
       name_of(owner), " wait for it");
 }
 
-// What the accesses race with, and which of them that is; none where there is no stream.
+// Find an earlier access with which one of these races, and that one; else both have no stream.
 std::pair<Access, Access> find_race(Stream& stream, const Accesses& accesses) {
   for (const auto& [block, now] : accesses) {
     for (const Access& before : block->accesses) {
@@ -209,7 +209,7 @@ void keep(Stream& stream, Used& block, Access now) {
   now.stream = &stream;
   now.epoch = stream.progress.last_access = stream.progress.epoch;
   auto& kept = block.accesses;
-  // Whoever comes after this one comes after those, too.
+  // An access that comes after this one comes after those, too.
   const auto is_replaced = [&](const Access& before) {
     return is_past(before) ||
         (is_before(before, stream) && !now.partial && (now.writes || !before.writes) &&
@@ -291,7 +291,7 @@ bool checks_races() noexcept {
 
 void set_checks_races(bool value) {
   if (value && !checks_races()) {
-    // What nobody has looked at counts as ordered.
+    // Work that was launched while nobody checked counts as ordered.
     for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
       for_each_stream(index, [](Stream& stream) {
         std::lock_guard<std::mutex> lock(clocks_mutex());
@@ -414,7 +414,7 @@ void note_free(const Block& block) {
   {
     std::lock_guard<std::mutex> lock(clocks_mutex());
     for (const Access& access : block.accesses) {
-      // What is before the work of a recorded stream is awaited with it.
+      // Accesses before the work of a recorded stream are awaited with that work.
       const auto is_awaited = [&](const Stream* user) { return is_before(access, *user); };
       if (!is_before(access, block.owner) &&
           std::none_of(block.users.begin(), block.users.end(), is_awaited)) {
@@ -450,12 +450,12 @@ void host_uses(const at::Tensor& tensor, bool writes, const char* what) {
   }
 }
 
-// This thread only stands for hardware.
+// The host has not seen what such a thread waits for.
 void act_as_hardware() {
   is_hardware = true;
 }
 
-// For backends of collectives, which are extensions of their own.
+// Backends of collectives, which are extensions of their own, call it.
 TORCH_LIBRARY(dataparallel_virtual, library) {
   library.def("act_as_hardware() -> ()", &act_as_hardware);
 }

@@ -1,9 +1,9 @@
 // Accesses to memory that nothing orders.
 //
-// Each stream counts its epochs: one ends where an event is recorded or the host waits. A clock says
-// which epochs of which streams have happened before; streams and events have one, and the host has
-// one, which all its threads share. Two accesses to the same memory, of which one writes, are a race
-// where the clock of the second does not have the epoch of the first. That depends on what the
+// Each stream counts its epochs: one ends where an event is recorded or the host waits. A clock
+// says which epochs of which streams have happened before. Each stream and event has one, and the
+// host has one for all its threads. Two accesses to the same memory, at least one of them a write,
+// race if the clock of the second lacks the epoch of the first. So a race depends on what the
 // program orders, and not on when anything runs.
 #pragma once
 
@@ -25,7 +25,7 @@ namespace vdev {
 
 class Stream;
 
-// The last epoch of each stream that has happened. Left out is what the host has seen: that comes
+// The last epoch of each stream that has happened, without those that the host has seen: they come
 // before everything that is launched later.
 using Clock = std::vector<std::pair<Stream*, uint64_t>>;
 
@@ -36,7 +36,7 @@ void set_checks_races(bool value);
 struct Region {
   int64_t begin = 0;
   int64_t end = 0;
-  // Of elements that have gaps between them, in bytes; empty for all bytes from begin to end.
+  // Extents of elements with gaps between them, in bytes; empty for all bytes from begin to end.
   c10::DimVector sizes;
   c10::DimVector strides;
   int64_t itemsize = 1;
@@ -48,12 +48,12 @@ struct Access {
   Stream* stream = nullptr;
   uint64_t epoch = 0;
   bool writes = false;
-  // Of elements that values choose, as an index does: two of them need not meet.
+  // True if values choose the elements, as an index does: two such accesses need not meet.
   bool partial = false;
   Region region;
   c10::DimVector shape;
   at::ScalarType type = at::ScalarType::Undefined;
-  // Of an operator; null for the allocation.
+  // The name of the operator; null for the allocation.
   const char* what = nullptr;
   std::shared_ptr<const Place> place;
 };
@@ -61,12 +61,12 @@ struct Access {
 // Memory that streams use, and its last accesses.
 struct Used : c10::intrusive_ptr_target {
   std::vector<Access> accesses;
-  // Whether there was any.
+  // True if there was any access.
   std::atomic<bool> is_used{false};
 };
 using Accesses = std::vector<std::pair<c10::intrusive_ptr<Used>, Access>>;
 
-// What a stream knows. Of all streams under one lock.
+// The progress of a stream: what it has seen, and its epochs. One lock guards those of all streams.
 struct Progress {
   Clock seen;
   uint64_t epoch = 1;
@@ -74,19 +74,19 @@ struct Progress {
   uint64_t last_access = 0;
 };
 
-// What is launched from now on must come after the work that the clock says.
+// End the stream's epoch, and return its clock; work that follows a clock comes after its epochs.
 Clock mark(Stream& stream);
 void follow(Stream& stream, const Clock& clock);
 void host_saw(const Clock& clock);
 
-// Raises if the work must not have these accesses now; else they are the last ones.
+// Raise if the work must not have these accesses now; else note them as the last ones.
 void settle(Stream& stream, const Accesses& accesses);
 
-// An error that could not be raised where it was found, as where memory is freed. The next launch
-// or wait of the host raises it, whatever stream that concerns.
+// An error that could not be raised where it was found, for instance where memory is freed. The
+// next launch or wait of the host raises it, whatever stream that concerns.
 struct LateError {
   std::function<void()> raise;
-  // If so, nobody wants it once the checks are off.
+  // True if the error is dropped once nobody checks for races.
   bool is_race = true;
 };
 void raise_later(LateError error);
@@ -97,11 +97,11 @@ class Launch {
  public:
   Launch(Stream& stream, const char* what) : stream_(stream), what_(what) {}
   void use(const at::Tensor& tensor, bool writes, bool partial = false);
-  // As that; in memory of the host that is pinned, too.
+  // Add an access likewise, also to pinned memory of the host.
   void copies(const at::Tensor& tensor, bool writes);
-  // Raises if something races with them; a stream that is captured keeps them for each replay.
+  // Raise if something races with them; a captured stream keeps them for each replay instead.
   void check();
-  // A result: all of a block that nobody has used yet.
+  // Add a result: all of a block that nobody has used yet.
   void made(const at::Tensor& tensor);
 
  private:
@@ -114,15 +114,15 @@ class Launch {
 };
 
 struct Block;
-// A new block, whose memory the owner may have used before.
+// Note a new block, whose memory the owner may have used before.
 void note_allocation(Block& block);
 void note_free(const Block& block);
 
-// The CPU reads or writes pinned memory now. What streams have not done with it yet is an error,
-// which comes later.
+// Note that the CPU uses pinned memory now. Work of streams that is not done with it yet is an
+// error, which comes later.
 void host_uses(const at::Tensor& tensor, bool writes, const char* what);
 
-// This thread does what hardware does by itself: what it waits for, the host has not seen.
+// Let this thread act as hardware does: the host has not seen what it waits for.
 void act_as_hardware();
 
 }  // namespace vdev

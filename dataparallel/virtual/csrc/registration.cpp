@@ -1,5 +1,5 @@
-// Operators that are neither left to the dispatcher nor of kernels of our own: nested tensors, as the
-// fast path of the transformer modules makes them, and what would be decomposed.
+// Operators that neither the dispatcher nor our own kernels handle: nested tensors, as the fast
+// path of the transformer modules makes them, and operators that would be decomposed.
 #include "fallback.h"
 #include "hooks.h"
 
@@ -15,7 +15,7 @@ TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&any_layout_fallback>());
 }
 
-// What describes a nested tensor is on the host, and stays there.
+// The data that describes a nested tensor is on the host, and stays there.
 TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
   m.impl("_nested_tensor_size", &at::native::_nested_tensor_size);
   m.impl("_nested_tensor_strides", &at::native::_nested_tensor_strides);
@@ -28,15 +28,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 using c10::DispatchKey;
 
-// The dispatcher prefers a decomposition to a fallback. Where the CPU has a kernel of its own, that
-// kernel is faster, and its results are the ones to compare with.
+// The dispatcher prefers a decomposition to a fallback. If the CPU has a kernel of its own, that is
+// faster, and its results are the ones to compare with.
 bool would_be_decomposed(const c10::OperatorHandle& op, DispatchKey cpu, DispatchKey own) {
   return op.hasKernelForDispatchKey(cpu) && !op.hasKernelForDispatchKey(own) &&
       (op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
        op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional));
 }
 
-// Questions about host memory: the answer is the same for every device.
+// True for questions about host memory: the answer is the same for every device.
 bool concerns_host_memory(const std::string& name) {
   return name == "aten::_pin_memory" || name == "aten::is_pinned";
 }
@@ -44,7 +44,7 @@ bool concerns_host_memory(const std::string& name) {
 }  // namespace
 
 void register_cpu_kernels() {
-  // Never destroyed: that would unregister the kernels.
+  // The library is never destroyed: that would unregister the kernels.
   static auto* library = new torch::Library(
       torch::Library::IMPL, "aten", std::nullopt, __FILE__, static_cast<uint32_t>(__LINE__));
   auto& dispatcher = c10::Dispatcher::singleton();

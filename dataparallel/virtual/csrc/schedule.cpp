@@ -11,9 +11,9 @@ namespace {
 struct Schedule {
   std::mutex mutex;
   std::mt19937_64 random;
-  // How long a stream is in one mood, in looks at it: short under some seeds, long under others.
+  // The mean number of looks at a stream until its mood changes, which depends on the seed.
   uint64_t looks_per_mood = 2;
-  // In the order in which they had work; with how eager they are, of 2.
+  // The streams in the order in which they got work, each with its eagerness, from 0 to 2.
   std::vector<std::pair<Stream*, uint64_t>> streams;
 
   void meet(Stream& stream) {
@@ -24,7 +24,7 @@ struct Schedule {
     }
   }
 
-  // Null where none is to run.
+  // Choose a stream that runs next; null if none does.
   Stream* choose() {
     std::lock_guard<std::mutex> lock(mutex);
     std::vector<Stream*> willing;
@@ -72,7 +72,7 @@ void run_ahead(Stream& stream) {
     try {
       chosen->run_next();
     } catch (...) {
-      // It is no fault of what this thread does now.
+      // The call of this thread is not the cause.
       raise_later({[error = std::current_exception()] { std::rethrow_exception(error); }, false});
     }
   }

@@ -65,7 +65,7 @@ at::Tensor with_dims_and_tensors(
   at::Tensor made = empty_sparse_coo(
       sparse_dim, dense_dim, sizes,
       dtype.value_or(c10::typeMetaToScalarType(values.dtype())), values.device());
-  // Views of their own: the caller's tensors keep their autograd history to themselves.
+  // They become views: the caller's tensors keep their autograd history to themselves.
   impl_of(made)->set_indices_and_values_unsafe(
       view_on(indices.storage(), indices), view_on(values.storage(), values));
   impl_of(made)->set_coalesced(is_coalesced.value_or(values.size(0) < 2));
@@ -79,7 +79,7 @@ at::Tensor empty_coo_from_factory(
   return empty_sparse_coo(static_cast<int64_t>(sizes.size()), 0, sizes, dtype, device);
 }
 
-// Torch makes the parts of these on the current device, so it must be the tensor's.
+// Torch makes the parts of these tensors on the current device, so that must be the tensor's own.
 
 at::Tensor clone(const at::Tensor& self, std::optional<c10::MemoryFormat> format) {
   const c10::DeviceGuard guard(self.device());

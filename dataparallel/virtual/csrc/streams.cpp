@@ -52,7 +52,7 @@ class ReplayTask final : public Task {
 };
 
 // Slots are filled once and never emptied, so that a lookup needs no lock. Slot 0 is the default
-// stream, the next ones are the pool, the rest belong to torch.Stream(...).
+// stream. The next ones are the pool, and the rest belong to torch.Stream(...).
 struct StreamTable {
   std::array<std::atomic<Stream*>, kMaxStreams> slots{};
   std::atomic<size_t> next_pooled{0};
@@ -232,7 +232,7 @@ void Graph::replay() const {
   }
 }
 
-// One attempt to bring this stream nearer to `position`.
+// Make one attempt to bring this stream nearer to `position`.
 Stream::Step Stream::step(uint64_t position, std::shared_ptr<Record>& blocker) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (reached(position)) {
@@ -329,7 +329,7 @@ void Stream::run_until(uint64_t position) {
     Stream* stream;
     uint64_t position;
   };
-  // A stack of its own: streams that wait on each other in turn make chains of any depth.
+  // The stack is explicit: streams that wait on each other in turn make chains of any depth.
   c10::SmallVector<Goal, 8> goals{{this, position}};
   while (!goals.empty()) {
     const Goal goal = goals.back();

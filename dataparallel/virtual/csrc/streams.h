@@ -1,6 +1,6 @@
 // Streams whose work runs as late as their contract allows, and events that mark a position.
 //
-// No thread of its own executes a stream: whoever waits for work runs it. So work that nobody
+// No thread of its own executes a stream: whoever waits for work runs it. So work that nobody has
 // waited for has visibly not happened.
 #pragma once
 
@@ -20,8 +20,8 @@ namespace vdev {
 class Graph;
 class Stream;
 
-// What a stream executes. Destroyed without any lock held, because it may own host memory whose
-// destruction needs the interpreter.
+// A piece of work for a stream. It is destroyed without any lock held, because it may own host
+// memory whose destruction needs the interpreter.
 class Task {
  public:
   virtual ~Task() = default;
@@ -38,14 +38,14 @@ class Record {
  public:
   Record(Stream& stream, uint64_t position) : stream(stream), position(position) {}
   bool reached() const noexcept;
-  // False while pending. A loop that only polls must end as it does on hardware, so after very
-  // many polls the work is run.
+  // Return false while pending. A loop that only polls must end as it does on hardware, so after
+  // very many polls the work is run.
   bool poll();
 
   Stream& stream;
   uint64_t position;
   std::atomic<double> seconds{-1.0};
-  // What has happened when it is reached.
+  // The clock of the stream when it is reached.
   Clock clock;
 
  private:
@@ -56,13 +56,13 @@ class Stream {
  public:
   Stream(c10::DeviceIndex device, c10::StreamId id) : device(device), id(id) {}
 
-  // Work submitted to a stream that does not defer has run when the submission returns.
+  // False if submitted work has run when the submission returns.
   bool defers() const noexcept {
     return id != 0 || strict();
   }
 
   void submit(std::unique_ptr<Task> task);
-  // Runs at its position in the stream without counting as pending work; at once if idle.
+  // Run a task at its position in the stream without counting it as pending; at once if idle.
   void submit_marker(std::unique_ptr<Task> task);
   std::shared_ptr<Record> record(bool timed);
   void wait(const std::shared_ptr<Record>& record);
@@ -74,7 +74,7 @@ class Stream {
   bool reached(uint64_t position) const noexcept {
     return completed_.load(std::memory_order_acquire) >= position;
   }
-  // Where what is submitted goes instead, if anywhere.
+  // Return the graph that gets what is submitted, if the stream is captured.
   Graph* graph() const noexcept {
     return graph_.load();
   }
@@ -123,13 +123,13 @@ class Stream {
   std::atomic<Graph*> graph_{nullptr};
 };
 
-// What was submitted to a stream while it was captured, to be run as often as wanted.
+// The work that was submitted to a stream while it was captured, to be run as often as wanted.
 class Graph {
  public:
   ~Graph();
   void begin(Stream& stream);
   void add(std::shared_ptr<Task> task);
-  // Each replay has them, all at once.
+  // Add accesses that each replay has, all at once.
   void add(const Accesses& accesses);
   void end();
   void replay() const;
@@ -155,12 +155,12 @@ Stream& new_stream(c10::DeviceIndex device);
 Stream& pooled_stream(c10::DeviceIndex device);
 void for_each_stream(c10::DeviceIndex device, const std::function<void(Stream&)>& visit);
 void synchronize_device(c10::DeviceIndex device);
-// As a program does: what it launches afterwards comes after the stream's work.
+// Wait as a program does: what it launches afterwards comes after the stream's work.
 void host_waits_for(Stream& stream);
 int64_t pending_on_device(c10::DeviceIndex device);
 void set_strict(bool value);
 
-// Held while waiting for or running work: the work, or the thread doing it, may need the lock.
+// A release of the interpreter's lock while waiting for or running work, which may need it.
 class GilRelease {
  public:
   GilRelease();

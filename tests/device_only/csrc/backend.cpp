@@ -1,6 +1,6 @@
 // A c10d backend that takes tensors on virtual devices only, as NCCL takes those on CUDA devices
-// only. Its habits are NCCL's: a collective runs on a stream of the communicator, behind what the
-// current stream has queued; work.wait() makes the current stream wait, and not the host; an error
+// only. Its habits are NCCL's. A collective runs on a stream of the communicator, behind what the
+// current stream has queued; work.wait() makes the current stream wait, and not the host. An error
 // comes later, in work.exception(), and every later collective is refused. A thread drives the
 // communicator's streams, so that collectives go on although nobody waits.
 #include "communicator.h"
@@ -28,18 +28,18 @@ using WorkPtr = c10::intrusive_ptr<Work>;
 
 using Handle = std::unique_ptr<std::shared_ptr<Collective>>;
 
-// An operator that only writes in place is queued on the current stream, and gets the memory of
-// devices as CPU tensors when it runs, once. Operators have plain arguments only: this one owns
-// what is at an address.
+// Run a queued collective. An operator that only writes in place is queued on the current stream,
+// and gets the memory of devices as CPU tensors when it runs, once. Operators have plain arguments
+// only: this one owns the collective at an address.
 void run_collective(at::TensorList written, at::TensorList read, int64_t address) {
   const Handle handle(reinterpret_cast<std::shared_ptr<Collective>*>(address));
   (*handle)->run(written.vec(), read.vec());
 }
 
-// Makes no new shapes.
+// The meta kernel, which makes no new shapes.
 void run_nothing(at::TensorList, at::TensorList, int64_t) {}
 
-// Dense memory in whatever order, as one dimension.
+// Return dense memory, in whatever order, as one dimension.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1}, tensor.storage_offset());
 }
@@ -68,7 +68,7 @@ c10::Device checked_device(const Tensors& tensors) {
   return device;
 }
 
-// Gives the interpreter's lock back for as long as threads end that may want it.
+// Release the interpreter's lock while threads end that may want it.
 auto without_lock() {
   const bool held = Py_IsInitialized() && PyGILState_Check();
   return held ? std::make_unique<pybind11::gil_scoped_release>() : nullptr;
@@ -76,7 +76,7 @@ auto without_lock() {
 
 class DeviceOnly final : public Backend {
  public:
-  // `parent`: what the communicator is split from, or nothing.
+  // `parent`: the communicator that this one is split from, or nothing.
   DeviceOnly(
       c10::intrusive_ptr<Backend> gloo,
       c10::intrusive_ptr<Store> store,
@@ -117,7 +117,7 @@ class DeviceOnly final : public Backend {
     comm_->gloo->setTimeout(timeout);
     comm_->limit = timeout.count();
   }
-  // Waits for kernels, as NCCL's: one whose peer never comes ends by abort(), or by the watchdog.
+  // Wait for kernels, as NCCL does: one whose peer never comes ends by abort(), or by the watchdog.
   void shutdown() override {
     {
       const auto released = without_lock();
@@ -151,8 +151,8 @@ class DeviceOnly final : public Backend {
   void eagerConnectSingleDevice(at::Device device) override {
     connect(device);
   }
-  // Every process of the parent takes part when a communicator is split from it, also those that
-  // are not in the new one.
+  // Every process of the parent takes part when a communicator is split from it, including those
+  // that are not in the new one.
   void take_part_in_split() {
     BarrierOptions options;
     options.device = at::Device(at::kCPU);
@@ -222,7 +222,7 @@ class DeviceOnly final : public Backend {
     return *comm_->gloo;
   }
 
-  // Not longer than until abort().
+  // Wait for it, but no longer than until abort().
   void complete(const WorkPtr& work) const {
     while (!work->isCompleted()) {
       std::unique_lock<std::mutex> lock(comm_->mutex);
@@ -232,7 +232,7 @@ class DeviceOnly final : public Backend {
     work->wait();
   }
 
-  // Made at the first collective of a device: the host waits for all ranks, without a time limit.
+  // Connect at the first collective of a device: the host waits for all ranks, without a limit.
   void connect(c10::Device device) {
     std::lock_guard<std::mutex> turn(connecting_);
     if (connected_.count(device.index())) {
@@ -261,7 +261,7 @@ class DeviceOnly final : public Backend {
 
   std::string describe(OpType kind, const std::string& how, const at::Tensor& tensor) const {
     auto text = c10::str(opTypeToString(kind), how, " of ", tensor.scalar_type());
-    // Pieces may differ.
+    // The pieces of ranks may differ.
     return kind == OpType::ALLTOALL_BASE ? text : c10::str(text, " ", tensor.sizes());
   }
 
@@ -311,7 +311,7 @@ class DeviceOnly final : public Backend {
       collective->end.record(stream);
       work->mark_launched();
     } catch (const std::exception& error) {
-      // In its turn, so that others go on.
+      // It takes its turn, so that others go on.
       collective->run({}, {});
       collective->finish(std::current_exception(), error.what());
       throw;
@@ -331,9 +331,9 @@ class DeviceOnly final : public Backend {
     return streams_.emplace(device.index(), made).first->second;
   }
 
-  // What the queue of a device does by itself on hardware.
+  // Do what the queue of a device does by itself on hardware.
   void drive() {
-    // What it waits for, no program has waited for.
+    // No program has waited for what this thread waits for.
     c10::Dispatcher::singleton()
         .findSchemaOrThrow("dataparallel_virtual::act_as_hardware", "")
         .typed<void()>()
@@ -349,7 +349,7 @@ class DeviceOnly final : public Backend {
         next = std::move(queue_.front());
         queue_.pop_front();
       }
-      // An error of earlier work of the device is told here. It does not undo the collective.
+      // An error of earlier work on the device is told here. It does not undo the collective.
       std::string failure = "it never ran";
       for (int tries = 0; tries < 100 && !next->is_done(); ++tries) {
         try {
@@ -378,7 +378,7 @@ class DeviceOnly final : public Backend {
       comm_->changed.notify_all();
     }
     if (busy) {
-      // As ncclCommAbort: what is under way does not complete.
+      // Collectives under way do not complete, as with ncclCommAbort.
       abort();
     }
     const auto released = without_lock();

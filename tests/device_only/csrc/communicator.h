@@ -1,5 +1,5 @@
-// What one process has of a communicator: its collectives, one after the other, and as who waits for
-// them sees them.
+// The part of a communicator that one process has: its collectives, one after the other, and as
+// whoever waits for them sees them.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -24,14 +24,14 @@ constexpr auto kVirtual = c10::DeviceType::PrivateUse1;
 using Tensors = std::vector<at::Tensor>;
 using Body = std::function<void(const Tensors& written, const Tensors& read)>;
 
-// What this process does that hardware would not forgive, for the tests to read.
+// Acts of this process that hardware would not forgive, for the tests to read.
 struct Habits {
   std::mutex mutex;
   // Collectives after whose time limit NCCL's watchdog would have ended the process.
   std::vector<std::string> kills;
   // Launches, in their order: the device, the name of the communicator, the number, a description.
   std::vector<std::tuple<int, std::string, int64_t, std::string>> launches;
-  // Milliseconds that making a communicator takes at least.
+  // The least milliseconds that it takes to make a communicator.
   std::atomic<int64_t> setup{0};
   // True if devices of one number are one device, in whatever process.
   std::atomic<bool> physical{true};
@@ -55,11 +55,11 @@ struct Communicator {
   std::condition_variable changed;
   int64_t launched = 0;
   int64_t finished = 0;
-  // Why there are no more collectives; empty as long as all went well.
+  // The reason why there are no more collectives; empty as long as all goes well.
   std::string failure;
 
-  // What all ranks say about one thing, as soon as all have come to it. One that does not come is
-  // waited for until abort(), or as long as `goes_on` says.
+  // Return what all ranks say about one thing, as soon as all have come to it. A rank that does not
+  // come is waited for until abort(), or until `goes_on` throws.
   std::vector<std::string> meet(
       const std::string& what, const std::string& said, const std::function<void()>& goes_on) {
     std::vector<std::string> keys;
@@ -92,14 +92,14 @@ struct Collective {
   std::string description;
   std::chrono::steady_clock::time_point launched = std::chrono::steady_clock::now();
   c10::Event end{kVirtual};
-  // How it has ended, as c10d::WorkResult.
+  // The result, as c10d::WorkResult.
   c10::intrusive_ptr<c10::ivalue::Future> result =
       c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
   // These two under comm->mutex.
   bool done = false;
   std::exception_ptr error;
 
-  // Wait for its turn, and communicate. What fails leaves the tensors as they are.
+  // Wait for its turn, and communicate. A failure leaves the tensors as they are.
   void run(const Tensors& written, const Tensors& read) {
     std::string failure;
     {
@@ -120,7 +120,7 @@ struct Collective {
     }
   }
 
-  // NCCL's kernel waits for its peers for ever, and finds no difference in what they launched.
+  // Meet the other ranks. NCCL's kernel waits for ever, and finds no difference in their launches.
   void meet() const {
     const auto said = comm->meet(c10::str("launch/", turn), description, [this] { watch(); });
     for (int i = 0; i < comm->size; ++i) {
@@ -131,7 +131,7 @@ struct Collective {
     }
   }
 
-  // The time limit, at which the watchdog ends the process. Here the collective ends.
+  // Mind the time limit, at which the watchdog ends the process. Here the collective ends.
   void watch() const {
     const auto since = std::chrono::steady_clock::now() - launched;
     if (since < std::chrono::milliseconds(comm->limit)) {
@@ -197,8 +197,8 @@ class StreamWork final : public c10d::Work {
     std::lock_guard<std::mutex> lock(collective_->comm->mutex);
     return collective_->error;
   }
-  // The current stream waits, and not the host. One that does not defer, as a default stream
-  // outside of strict mode, waits at once, and then the host does too.
+  // Make the current stream wait, and not the host. A stream that does not defer, as a default
+  // stream outside of strict mode, waits at once, and then the host does too.
   void synchronize() override {
     collective_->end.block(c10::impl::VirtualGuardImpl(kVirtual).getStream(device_));
   }

@@ -1,13 +1,13 @@
-// Runs the threads of a grid on one thread of the operating system.
+// The threads of a grid, run on one thread of the operating system.
 //
 // Note [Threads on the host]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~
 // The threads of a block are fibers of one thread of the operating system. They run one after the
-// other, each until it ends or waits at a barrier. In which order, the schedule says: where a
+// other, each until it ends or waits at a barrier. The schedule says in which order: where a
 // barrier is missing, results depend on it. A barrier that some threads never reach is an error,
-// and so are threads that wait at barriers in different lines. Shared memory is full of NaN when a
-// block begins, local memory of a pattern. What is not seen: two threads that add to one place
-// without a barrier or an atomic, since none is interrupted between its read and its write.
+// and so are threads that wait at barriers in different lines. When a block begins, shared memory
+// is full of NaN, and local memory of a pattern. One thing is not seen: two threads that add to one
+// place without a barrier or an atomic, since none is interrupted between its read and its write.
 #pragma once
 
 #include <link.h>
@@ -33,8 +33,8 @@ struct Index {
 
 class Block;
 
-// All that a launch keeps for its thread of the operating system. It begins with a number that is
-// not zero: memory of a thread that begins as zeros is that of __shared__, see poison_shared.
+// The data of a launch, for its thread of the operating system. It begins with a number that is not
+// zero: memory of a thread that begins as zeros is that of __shared__, see poison_shared.
 struct Launch {
   unsigned not_zero = 1;
   Index thread_index, block_index, block_size, grid_size;
@@ -48,11 +48,11 @@ constexpr size_t STACK = 64 * 1024;
 constexpr size_t PAGE = 4096;
 enum class State { READY, AT_BARRIER, AT_WARP_BARRIER, ENDED };
 
-// What a launch returns.
+// The results of a launch.
 constexpr int DONE = 0;
 constexpr int DIVERGED = 1;
 
-// A stack; below it lies a page that cannot be written, so that too much local memory is noticed.
+// A stack. The page below it cannot be written, so that too much local memory is noticed.
 class Stack {
  public:
   Stack()
@@ -76,8 +76,8 @@ class Stack {
   void* memory_;
 };
 
-// Fills __shared__ of the calling thread with bytes of ones: NaN, or -1. It is all that a thread
-// of the operating system has in this library and that begins as zeros.
+// Fill __shared__ of the calling thread with bytes of ones: NaN, or -1. It is all the memory that a
+// thread of the operating system has in this library and that begins as zeros.
 inline void poison_shared() {
   dl_iterate_phdr(
       [](dl_phdr_info* library, size_t, void*) {
@@ -99,8 +99,8 @@ inline void poison_shared() {
       nullptr);
 }
 
-// A fiber takes one thread after the other, until one waits at a barrier; the next threads are
-// those of the next fiber. Without barriers there is one fiber and no switch.
+// A block of threads. A fiber takes one thread after the other, until one waits at a barrier; the
+// next threads are those of the next fiber. Without barriers there is one fiber and no switch.
 class Block {
  public:
   explicit Block(unsigned threads)
@@ -184,7 +184,7 @@ class Block {
     return true;
   }
 
-  // Lets those go on whose barrier has been reached by all. Threads that have ended are missed:
+  // Let those threads go on whose barrier all have reached. Threads that have ended are missed:
   // hardware would let it pass, but no kernel should rely on that.
   bool release() {
     const unsigned threads = states_.size();
@@ -241,7 +241,7 @@ inline void give_block_back(std::unique_ptr<Block> block) {
   idle.push_back(std::move(block));
 }
 
-// In which order blocks or threads run: 0 forwards, 1 backwards, others shuffled.
+// Return the order in which blocks or threads run: 0 forwards, 1 backwards, others shuffled.
 inline std::vector<unsigned> order_of(unsigned count, unsigned schedule) {
   std::vector<unsigned> order(count);
   std::iota(order.begin(), order.end(), 0u);

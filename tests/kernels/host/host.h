@@ -1,6 +1,6 @@
-// Gives the words of CUDA a meaning on the host, so that kernels run where there is no GPU.
+// The words of CUDA with a meaning on the host, so that kernels run where there is no GPU.
 //
-// How threads run, block.h says.
+// See block.h for how threads run.
 #pragma once
 #define KERNELS_ON_HOST
 
@@ -51,7 +51,7 @@ inline float half_to_float(uint16_t half) {
   return sign ? -magnitude : magnitude;
 }
 
-// Rounded to the nearest, ties to even.
+// Round to the nearest, ties to even.
 inline uint16_t float_to_half(float value) {
   const uint32_t bits = float_to_bits(value);
   const uint16_t sign = bits >> 16 & 0x8000u;
@@ -105,7 +105,7 @@ T atomicAdd(T* address, T value) {
 
 #define HOST_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Of this order, so that a kernel is found by name and launched with a grid and its parameters.
+// Declare a kernel that is found by name, and launched with a grid and its parameters.
 #define KERNEL(name, Parameters)                                                \
   static void name##_body(const Parameters& p);                                 \
   HOST_EXPORT int name(unsigned blocks, unsigned schedule, const Parameters* p) { \

@@ -1,12 +1,12 @@
-// Asks the server for samples, keeps those of the last while, and shows them.
-// Text from outside only ever becomes the text of an element.
+// The monitor's page. It asks the server for samples, keeps the latest, and shows them. Text from
+// outside only ever becomes the text of an element.
 
 /* global uPlot */
 
 const KEPT = 1800;
 const TIMEOUT = 5000;
 const NONE = "n/a";
-/** Of each device: what is charted, its title, its unit, and the metric that says how much there can be. */
+/** The charts of each device: metric, title, unit, and the metric that says how much there can be. */
 const CHARTS = {
   utilization: ["Utilization", "ratio"],
   memory_used: ["Memory", "bytes", "memory_total"],
@@ -15,7 +15,7 @@ const CHARTS = {
 
 const find = (selector) => document.querySelector(selector);
 const state = { about: null, points: [], sample: null, finished: false, span: 300 };
-/** By the element that they are in, charts by title. */
+/** The charts by title, for each element that holds some. */
 const charts = new WeakMap();
 let token = takeToken();
 let timer = 0;
@@ -64,7 +64,7 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Set a text if it is another one, so that a selection stays. */
+/** Set a text if it differs, so that a selection stays. */
 function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -73,7 +73,7 @@ function list(parent, items) {
   parent.replaceChildren(...items.map(([text, kind]) => make("li", { class: kind }, text)));
 }
 
-/** The children of an element by their keys, in this order; new ones are made, others removed. */
+/** Return an element's children by their keys, in this order; makes new ones, and removes others. */
 function keyed(parent, keys, create) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   const now = keys.map((key) => {
@@ -83,12 +83,12 @@ function keyed(parent, keys, create) {
     return child;
   });
   for (const child of old.values()) child.remove();
-  // What is in its place stays there, so that the focus does.
+  // A child in its place stays there, and keeps the focus.
   now.forEach((child, i) => parent.children[i] === child || parent.insertBefore(child, parent.children[i] ?? null));
   return now;
 }
 
-/** Fill a table with rows of texts below its titles; a pair is a text and what it is in full. */
+/** Fill a table with rows of texts below its titles; a pair is a text and its long form. */
 function fill(table, titles, rows) {
   if (table.tHead === null) {
     const heads = titles.map((title) => make("th", { scope: "col" }, title));
@@ -107,14 +107,14 @@ function fill(table, titles, rows) {
   });
 }
 
-/** Give names and values to what can be opened; it hides if there are none. */
+/** Fill an element that can be opened with names and values; it hides if there are none. */
 function define(details, pairs) {
   details.hidden = pairs.length === 0;
   const now = pairs.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]);
   details.querySelector("dl").replaceChildren(...now);
 }
 
-/** A bar of phases: each with its begin and end, as shares of the bar, and a text. */
+/** Make a bar of phases, each with its begin and end, as shares of the bar, and a text. */
 function bar(name, parts) {
   const colors = new Map(state.about.phases.map(([phase, ...both]) => [phase, both]));
   const shown = parts.filter(([, begin, end]) => end - begin > 0.0005);
@@ -130,7 +130,7 @@ function bar(name, parts) {
   return [make("p", {}, name), make("div", { class: "bar", role: "img", "aria-label": label }, ...pieces)];
 }
 
-/** A line over time with its latest value above; all share the pointer. A small one has no axes. */
+/** Draw a line over time, with its latest value above; all share the pointer. A small one has no axes. */
 function chart(parent, title, unit, times, values, { whole = null, isSmall = false } = {}) {
   let one = charts.get(parent)?.get(title);
   if (one === undefined) {
@@ -203,7 +203,7 @@ function clock(time) {
 
 // --- what is shown -----------------------------------------------------------------------------
 
-/** The points of the time shown; one without values in each gap, so that the line breaks. */
+/** Return the points of the time shown, and one without values in each gap, so that the line breaks. */
 function shownPoints() {
   const begin = state.points.at(-1).time - state.span;
   const found = [];
@@ -244,7 +244,7 @@ function describeHost(host) {
   return `Host: ${facts.join(", ")}`;
 }
 
-/** A section per job, with all ranks that are seen from here. */
+/** Show a section for each job, with all ranks that are seen from here. */
 function showJobs(sample, points) {
   const jobs = new Map();
   for (const run of sample.runs) jobs.set(run.job, [...(jobs.get(run.job) ?? []), run]);
@@ -288,7 +288,7 @@ function showJobs(sample, points) {
   });
 }
 
-/** A rank's bars below its name, where there are several ranks. */
+/** Return a rank's bars, below its name if there are several ranks. */
 function rankOf(run, runs, more, bars) {
   const note = state.sample.slow[run.job] === run.rank ? " the slowest" : "";
   const name = `${run.name.charAt(0).toUpperCase()}${run.name.slice(1)}`;
@@ -325,7 +325,7 @@ function lastOf(run, runs) {
   return rankOf(run, runs, ` ${seconds(last.seconds)}`, bars);
 }
 
-/** A row per device, so that equal ones do not hide each other. */
+/** Show a row for each device, so that equal ones do not hide each other. */
 function showDevices(sample, points) {
   const { devices, versions } = sample;
   write(find("#devices h2 small"), Object.entries(versions).map((one) => one.join(" ")).join(", "));
@@ -375,7 +375,7 @@ function showProcesses(processes) {
 
 // --- the server --------------------------------------------------------------------------------
 
-/** The token of the address, which then shows it no more; or that of before. */
+/** Return the token, and remove it from the address; without one there, the token of before. */
 function takeToken() {
   const address = new URL(location.href);
   const given = address.searchParams.get("token");
@@ -409,7 +409,7 @@ async function poll() {
     find("#ask").hidden = true;
     pause = Math.min(5000, Math.max(250, 1000 * state.about.interval));
     if (sample !== null && sample.time < (state.points.at(-1)?.time ?? 0)) {
-      // Another server, which plays back an older recording: all of it anew.
+      // Another server plays back an older recording: everything starts anew.
       Object.assign(state, { about: null, points: [] });
       pause = 0;
     } else {
