@@ -42,7 +42,9 @@ MEASURES = f"""
 import os
 open(os.environ["GPU_REPORT_FIGURES"], "w").write({json.dumps(TABLE)!r})
 print("all is well")
+print("ours / bare: time 2")
 """
+WELL = "all is well\nours / bare: time 2\n"
 #: Parts, and what becomes of each: verdict, reason and output.
 PARTS = [
     (part("fails", "raise SystemExit('it is wrong')"), "failed", "exit status 1", "it is wrong\n"),
@@ -52,7 +54,7 @@ PARTS = [
     (part("dies", "import os; os.abort()"), "failed", "ended by signal 6", ""),
     (part("refuses", "print('no')", expected="yes"), "failed", "did not print 'yes'", "no\n"),
     (part("cannot", "print('not run: too small'); exit(77)"), "not run", "too small", ".*\n"),
-    (part("works", MEASURES, expected="is", shown="well"), "passed", "", "all is well\n"),
+    (part("works", MEASURES, expected="is", shown="well|ours"), "passed", "", WELL),
 ]
 
 
@@ -77,8 +79,8 @@ def test_a_run_goes_on_after_what_fails_hangs_and_is_missing(tmp_path: pathlib.P
     assert "| fails | failed: exit status 1 | 0 |" in pages[-1]
     assert "\n## fails: exit status 1\n\n    it is wrong\n" in pages[-1]
     assert "\n## Figures\n\n| name | ms |\n| --- | --- |\n| one | 1 |\n" in pages[-1]
-    assert "- works: all is well\n" in pages[-1]
-    assert (tmp_path / "logs" / "08-tests.log").read_text() == "all is well\n"
+    assert "| works | - | all is well |\n| works | ours / bare | time 2 |\n" in pages[-1]
+    assert (tmp_path / "logs" / "08-tests.log").read_text() == WELL
 
 
 def test_a_page_has_few_lines_and_says_what_it_leaves_out() -> None:

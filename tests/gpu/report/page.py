@@ -81,9 +81,23 @@ def _blocks(parts: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     for (title, *head), rows in merged.items():
         cells = [head, ["---"] * len(head), *rows]
         yield ["", f"## {title}", "", *(f"| {' | '.join(map(str, row))} |" for row in cells)]
-    said = [f"- {part['title']}: {line}" for part in parts for line in part["shown"]]
+    said = [_conclusion(part["title"], line) for part in parts for line in part["shown"]]
     if said:
-        yield ["", "## Conclusions of the tests and benchmarks", "", *said]
+        cells = [["part", "compared", "result"], ["---"] * 3, *said]
+        table = [f"| {' | '.join(row)} |" for row in cells]
+        yield ["", "## Conclusions of the tests and benchmarks", "", _RATIOS, "", *table]
+
+
+_RATIOS = (
+    "`ours / other` is a ratio: below 1, this package takes less. Its range over the rounds is in "
+    "brackets. A bar is the ratio to reach."
+)
+
+
+def _conclusion(title: str, line: str) -> list[str]:
+    """Return the cells of a line: its part, the two that it compares, if any, and the rest."""
+    compared, _, result = line.rpartition(": ")
+    return [title, compared or "-", result]
 
 
 def _failure(part: Mapping[str, Any]) -> list[str]:
