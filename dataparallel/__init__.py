@@ -28,7 +28,7 @@ if _typing.TYPE_CHECKING:
     from dataparallel.parallel.data_parallel import DataParallel, data_parallel
     from dataparallel.parallel.distributed import DistributedDataParallel
     from dataparallel.parallel.verify import verify
-    from dataparallel.reducer.options import MixedPrecision
+    from dataparallel.reducer.parameters import MixedPrecision
     from dataparallel.replicas.clones import replicate
     from dataparallel.threads.apply import Replica, current_replica, parallel_apply
 
@@ -39,7 +39,7 @@ if _typing.TYPE_CHECKING:
 _PLACES = {
     "DataParallel": "dataparallel.parallel.data_parallel",
     "DistributedDataParallel": "dataparallel.parallel.distributed",
-    "MixedPrecision": "dataparallel.reducer.options",
+    "MixedPrecision": "dataparallel.reducer.parameters",
     "Replica": "dataparallel.threads.apply",
     "Replicate": "dataparallel.batch.tree",
     "ShardedOptimizer": "dataparallel.optim.sharded",

@@ -357,8 +357,8 @@ def test_torchs_hooks_that_launch_from_callbacks_get_one_bucket_at_a_time() -> N
     model.register_comm_hook(
         None, functools.partial(quantization_hooks.quantization_pertensor_hook)
     )
-    assert model.options.hook is not None
-    assert model.options.hook.one_bucket_at_a_time
+    assert model._hook is not None
+    assert model._hook.one_bucket_at_a_time
 
 
 # --- over processes: training is that of torch's wrapper -------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from dataparallel.comm.failures import CollectiveTimeout
-from dataparallel.reducer.options import ignored_names
+from dataparallel.reducer.parameters import ignored_names
 from tests.cluster import Cluster
 from tests.ddp_cases import wrap as wrap_module
 from tests.models import assert_all_close

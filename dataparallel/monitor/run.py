@@ -22,7 +22,7 @@ from dataparallel.monitor.readings.cgroup import usable_cpus
 from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
-from dataparallel.reducer.options import default_group
+from dataparallel.reducer.processes import default_group
 from dataparallel.threads.timeline import Phase, Timeline
 
 

@@ -26,7 +26,7 @@ import dataparallel.comm as comm
 from dataparallel import devices, torch_internals
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import listed
-from dataparallel.reducer.options import shared_tensors
+from dataparallel.reducer.parameters import shared_tensors
 from dataparallel.reducer.verify import parts_of
 from dataparallel.replicas.clones import Counterparts, ModuleClones, Parts
 from dataparallel.torch_internals import BatchNorm, InstanceNorm, num_dispatch_modes

@@ -473,6 +473,10 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if module is None or name == "module":
             super().__setattr__(name, value)
             return
+        if name in self._SHOWN_OPTIONS:
+            raise AttributeError(
+                f"{name!r} is an option of {type(self).__name__}; pass it to the constructor"
+            )
         if name in self.__dict__ or hasattr(type(self), name):
             if _is_part(value):
                 raise AttributeError(
@@ -481,10 +485,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 )
             # Torch would look for parts of this name before.
             object.__setattr__(self, name, value)
-        elif name in self._SHOWN_OPTIONS:
-            raise AttributeError(
-                f"{name!r} is an option of {type(self).__name__}; pass it to the constructor"
-            )
         elif hasattr(type(module), name) or hasattr(module, name):
             kind = type(self)
             if not kind.__init__.__module__.startswith("dataparallel."):

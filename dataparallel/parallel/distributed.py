@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -39,20 +39,22 @@ from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.loss import Loss
 from dataparallel.parallel.step import Call
 from dataparallel.parallel.training import Training
-from dataparallel.reducer.exchange import Progress
-from dataparallel.reducer.nonfinite import NonFiniteAction, NonFinitePolicy
-from dataparallel.reducer.options import (
-    AverageKind,
+from dataparallel.reducer.nonfinite import SkippedSteps
+from dataparallel.reducer.options import AverageKind, NonFiniteAction, Options
+from dataparallel.reducer.parameters import (
     MixedPrecision,
-    Options,
-    find_group,
     ignored_names,
     shared_tensors,
 )
+from dataparallel.reducer.processes import Progress, TrainingGroup, find_group
 from dataparallel.reducer.reducer import Reducer
-from dataparallel.reducer.statistics import LoggingValue, logging_data
 from dataparallel.reducer.verify import check_replicas
 from dataparallel.replicas.clones import is_spread
+
+if TYPE_CHECKING:
+    from dataparallel.optim.in_backward import StepsInBackward
+    from dataparallel.reducer.comm_hooks import ResolvedHook
+    from dataparallel.reducer.logging_data import LoggingValue
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -136,17 +138,20 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             process group; see ``process_group``.
     """
 
-    _SHOWN_OPTIONS = frozenset(Options.__dataclass_fields__) - {
-        *("delayed", "hook", "on_cpu", "optimizers", "separate"),
-        *("sends_buffers", "forward_sync_buffers", "init_sync"),
+    _SHOWN_OPTIONS = frozenset({*Options.__dataclass_fields__, "process_group"}) - {
+        *("delayed", "on_cpu", "sends_buffers", "forward_sync_buffers", "init_sync"),
     }
     _MAY_SPREAD = True
     _NOT_COPIED = (
         *DataParallel._NOT_COPIED,
-        *("_made", "_forwards", "_block", "_weight", "device_mesh"),
+        *("_made", "_forwards", "_block", "_weight", "_hook", "device_mesh"),
     )
     # Made at the first use; a copy has none before, nor has a wrapper that was closed.
     _made: Training | None = None
+    # Takes the place of the all-reduce; a copy has none.
+    _hook: ResolvedHook | None = None
+    # They take steps in backward.
+    _optimizers: StepsInBackward | None = None
     # The block of `join()` under way, or the last one.
     _block: JoinBlock | None = None
     #: The mesh that was passed; a copy has none.
@@ -188,9 +193,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         in_dims: Mapping[str | int, Any] | None = None,
         out_dims: Any = None,
     ) -> None:
+        group = find_group(process_group, device_mesh)
         options = Options(
-            process_group=find_group(process_group, device_mesh),
-            separate=process_group is False,
             bucket_cap_mb=bucket_cap_mb if bucket_cap_mb_list is None else bucket_cap_mb_list,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -200,14 +204,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             deterministic=deterministic,
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
-            nonfinite=NonFinitePolicy(chosen("nonfinite", nonfinite, get_args(NonFiniteAction))),
+            nonfinite=chosen("nonfinite", nonfinite, get_args(NonFiniteAction)),
             capture=capture,
             init_sync=init_sync,
         )
         check_module(module)
         if device_ids is None:
-            device_ids = _default_devices(module, options.process_group)
+            device_ids = _default_devices(module, group.group)
         self.options, self.device_mesh = options, device_mesh
+        self._group, self._skipped = group, SkippedSteps()
         dims: dict[str, Any] = {"in_dims": in_dims, "out_dims": out_dims}
         super().__init__(
             module, device_ids, output_device, dim, buffers=buffers, scalars=scalars, **dims
@@ -217,7 +222,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _start(self, broadcast: bool | None, forward_sync: bool | None) -> None:
         """See that all processes train the same; a collective call."""
         options = self.options
-        _check_alone(options)
+        _check_alone(self._group)
         ignored = ignored_names(self.module)
         named = self.module.named_parameters()
         if not any(p.requires_grad and name not in ignored for name, p in named):
@@ -243,11 +248,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     def _take_optimizers(self) -> None:
         """Take over what torch's ``_apply_optimizer_in_backward`` has left on the parameters."""
-        left, before = TorchsOptimizers(self.module.parameters()), self.options.optimizers
+        left, before = TorchsOptimizers(self.module.parameters()), self._optimizers
         if left.found and left.found != getattr(before, "found", None):
             if isinstance(before, InBackwardOptimizers):
                 raise RuntimeError(_STEPPED)
-            self.options = replace(self.options, optimizers=left)
+            self.options.allow_steps_in_backward()
+            self._optimizers = left
             self._drop_training()
 
     def _begin_life(self) -> None:
@@ -277,7 +283,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             before = self._made
             self._drop_training()
             made = Training(
-                self.module, self.options, self._runner, self._progress, is_spread=self._spread
+                self.module,
+                self.options,
+                self._runner,
+                self._group,
+                self._progress,
+                hook=self._hook,
+                optimizers=self._optimizers,
+                skipped=self._skipped,
+                is_spread=self._spread,
             )
             if before is not None:
                 made.reducer.go_on_from(before.reducer)
@@ -289,10 +303,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if made is not None:
             made.close()
 
-    def _change(self, **options: Any) -> None:
-        """Take other options, which need everything made anew."""
-        self.options = replace(self.options, **options)
-        self._build()
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The processes over which gradients are reduced; None if this one trains by itself."""
+        return self._group.group
 
     @property
     def reducer(self) -> Reducer:
@@ -325,7 +339,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                         "model. Lightning adds it with strategy='ddp'"
                     )
             training = self._ready(reduces=reduces)
-            if not reduces or self.options.average != "samples" or self.options.world_size == 1:
+            if not reduces or self.options.average != "samples" or self._group.world_size == 1:
                 # Nobody asks what the chunks count.
                 weight = 1.0
             try:
@@ -339,7 +353,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     def _ready(self, *, reduces: bool) -> Training:
         """Return the training of the next forward, made anew and connected if that is needed."""
         training = self._training
-        _check_alone(self.options)
+        _check_alone(self._group)
         shared = training.processes is not None
         block = self._block if shared and torch_internals.join_config(self).enable else None
         fits = block is not None or training.fits(self.module)
@@ -442,11 +456,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         with self.reducer.noting_errors():
             resolved = resolve_hook(hook, state)
-            if self.options.hook is not None:
+            if self._hook is not None:
                 raise RuntimeError(
                     "register_comm_hook or register_builtin_comm_hook can only be called once"
                 )
-        self._change(hook=resolved)
+        self.options.allow_hook(
+            has_group=self.process_group is not None, is_power_sgd=resolved.is_power_sgd
+        )
+        self._hook = resolved
+        self._build()
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Let one of torch's hooks reduce the buckets; see :meth:`register_comm_hook`."""
@@ -476,12 +494,18 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: There are such optimizers already.
             ValueError: The wrapper looks for gradients that are not finite.
         """
-        if self.options.optimizers is not None:
+        if self._optimizers is not None:
             raise RuntimeError(_STEPPED)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         made = InBackwardOptimizers(optimizer_class, trained, **arguments)
-        self._change(optimizers=made)
+        self.options.allow_steps_in_backward()
+        self._step_with(made)
         return made
+
+    def _step_with(self, optimizers: StepsInBackward | None) -> None:
+        """Let optimizers take their steps in backward from now on, or none."""
+        self._optimizers = optimizers
+        self._build()
 
     def _set_static_graph(self) -> None:
         """Do as with ``static_graph=True``, before the first backward and in every process."""
@@ -493,7 +517,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                     "set_static_graph() must come before the first backward, but there were "
                     f"{self.reducer.num_rounds}; pass static_graph=True to the wrapper"
                 )
-        self._change(static_graph=True)
+        self.options = replace(self.options, static_graph=True)
+        self._build()
 
     def check_replicas(self) -> None:
         """Compare parameters over replicas and processes, and buffers over processes, bit for bit.
@@ -505,7 +530,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             RuntimeError: There are several processes, but the wrapper has no process group.
         """
         training = self._training
-        _check_alone(self.options)
+        _check_alone(self._group)
         if training.is_lost(needs_others=True) or training.has_parted():
             training = self._build()
         leaves, processes = training.leaves, training.processes
@@ -527,7 +552,13 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if process_group == dist.GroupMember.NON_GROUP_MEMBER:
             return
         self._progress = Progress()
-        self._change(process_group=find_group(process_group), separate=False)
+        group = find_group(process_group).group
+        if self._hook is not None:
+            self.options.allow_hook(
+                has_group=group is not None, is_power_sgd=self._hook.is_power_sgd
+            )
+        self._group = TrainingGroup(group)
+        self._build()
 
     _update_process_group = update_process_group
 
@@ -537,7 +568,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         A learning rate schedule that is not to go on with a skipped step compares this number.
         """
-        return self.options.nonfinite.num_skipped
+        return self._skipped.count
 
     # --- the vote --------------------------------------------------------------------------------
 
@@ -689,9 +720,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
             model.get_ddp_logging_data()["avg_backward_compute_comm_overlap_time"]
         """
-        more: dict[str, LoggingValue] = {}
-        if self.options.hook is not None:
-            more["comm_hook"] = self.options.hook.name
+        # Imported late: few ask.
+        from dataparallel.collectives.batch_norm import SyncBatchNorm
+        from dataparallel.reducer.logging_data import logging_data
+
+        batch_norms = nn.SyncBatchNorm, SyncBatchNorm
+        synchronized = any(isinstance(part, batch_norms) for part in self.module.modules())
+        more: dict[str, LoggingValue] = {"has_sync_bn": int(synchronized)}
+        if self._hook is not None:
+            more["comm_hook"] = self._hook.name
         return logging_data(
             self.reducer,
             self.module,
@@ -712,10 +749,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         shown = {n: value for n, value in vars(self.options).items() if n in self._SHOWN_OPTIONS}
         precision = shown["mixed_precision"]
         options = {
+            "process_group": False if self._group.separate else None,
             **shown,
-            "process_group": False if self.options.separate else None,
             "mixed_precision": None if precision == MixedPrecision() else precision,
-            "nonfinite": self.options.nonfinite.action,
         }
         return super()._given() | not_default(DistributedDataParallel.__init__, options)
 
@@ -730,10 +766,6 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         super().close()
         self._drop_training()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # See Note [Copies of a wrapper].
-        return {**super().__getstate__(), "options": replace(self.options, hook=None)}
-
 
 def _default_devices(
     module: nn.Module, group: dist.ProcessGroup | None
@@ -747,9 +779,9 @@ def _default_devices(
     return [torch.device("cpu") if first is None else first.device]
 
 
-def _check_alone(options: Options) -> None:
+def _check_alone(group: TrainingGroup) -> None:
     """Refuse to train without a process group if there are several processes."""
-    if options.separate or options.process_group is not None:
+    if group.separate or group.group is not None:
         return
     launched = os.environ.get("WORLD_SIZE", "")
     if dist.is_available() and dist.is_initialized():

@@ -77,7 +77,8 @@ class JoinBlock(JoinHook):
         processes = self._processes
         said = torch.zeros(processes.world_size, dtype=torch.int64)
         said[processes.rank] = number
-        processes.join.all_reduce(said, op="sum", what="which processes have inputs left").wait()
+        link = processes.join_link
+        link.all_reduce(said, op="sum", what="which processes have inputs left").wait()
         return said.tolist()
 
     @contextlib.contextmanager

@@ -27,15 +27,20 @@ from dataparallel.graph.cut import Cuts, Forwards, ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents
 from dataparallel.parallel.buffers import Members, has_sync_batch_norm, runs_by_itself
 from dataparallel.parallel.runner import Runner
-from dataparallel.reducer.exchange import Agreement, Progress, ReducerProcesses
-from dataparallel.reducer.options import MixedPrecision, Options, trained_parameters
+from dataparallel.reducer.nonfinite import SkippedSteps
+from dataparallel.reducer.options import Options
+from dataparallel.reducer.parameters import MixedPrecision, trained_parameters
+from dataparallel.reducer.processes import Progress, ReducerProcesses, TrainingGroup
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import verify_across_processes
+from dataparallel.reducer.vote import Agreement
 from dataparallel.replicas.clones import check_placement, refuse_uninitialized
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
+    from dataparallel.optim.in_backward import StepsInBackward
     from dataparallel.parallel.capture import Recorder
+    from dataparallel.reducer.comm_hooks import ResolvedHook
 
 
 class Training:
@@ -45,7 +50,11 @@ class Training:
         module: The module.
         options: The wrapper's options.
         runner: The threads and devices of the replicas.
+        group: The process group with which the wrapper trains.
         progress: The wrapper's record of its rounds.
+        hook: Takes the place of the all-reduce.
+        optimizers: They take steps in backward.
+        skipped: The wrapper's count of the backwards that it has skipped.
         is_spread: True if the module is one replica on several devices.
 
     Attributes:
@@ -59,15 +68,19 @@ class Training:
         module: nn.Module,
         options: Options,
         runner: Runner,
+        group: TrainingGroup,
         progress: Progress,
         *,
+        hook: ResolvedHook | None,
+        optimizers: StepsInBackward | None,
+        skipped: SkippedSteps,
         is_spread: bool,
     ) -> None:
-        group = options.process_group
-        group = group if options.world_size > 1 or options.hook else None
+        others = group.group if group.world_size > 1 or hook else None
         self._module, self._options, self._runner = module, options, runner
+        self._group, self._optimizers = group, optimizers
         self._members = Members(
-            runner.policy, group, separate=options.separate, timeout=options.timeout
+            runner.policy, others, separate=group.separate, timeout=options.timeout
         )
         self._refuse_options(is_spread=is_spread)
         refuse_uninitialized(module)
@@ -77,29 +90,38 @@ class Training:
         trained = set(self._trained.indices)
         self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
         self.processes: ReducerProcesses | None = None
-        if group is not None:
-            verify = functools.partial(verify_across_processes, module, self._trained, options)
+        if others is not None:
+            hooked = hook is not None
+            verify = functools.partial(
+                verify_across_processes, module, self._trained, options, hooked=hooked
+            )
             self.processes = ReducerProcesses(
-                group,
+                others,
                 options.timeout,
                 progress,
                 verify,
                 Forwards(module),
-                hooked=options.hook is not None,
+                hook=hook,
             )
             for device in {parameter.device for parameter in self._trained.parameters}:
                 kernels.warm_up(device)
         with self._as_made():
             leaves = self._make_leaves()
             self.reducer = Reducer(
-                self._trained, leaves, options, self.processes, timeline=runner.timeline
+                self._trained,
+                leaves,
+                options,
+                self.processes,
+                optimizers=optimizers,
+                skipped=skipped,
+                timeline=runner.timeline,
             )
             self._make_replicas(leaves)
 
     def _refuse_options(self, *, is_spread: bool) -> None:
         """Raise a ValueError for options that do not go together with this module."""
         options, policy, module = self._options, self._runner.policy, self._module
-        averages = options.average == "samples" and options.world_size > 1
+        averages = options.average == "samples" and self._group.world_size > 1
         if averages and self._members.spans_processes(module):
             raise ValueError(
                 "batch norm over several processes (buffers='sync', or torch.nn.SyncBatchNorm) and "
@@ -142,8 +164,8 @@ class Training:
             len(runner.devices) == 1
             and self.processes is None
             and options.mixed_precision == MixedPrecision()
-            and options.optimizers is None
-            and options.nonfinite.action == "ignore"
+            and self._optimizers is None
+            and options.nonfinite == "ignore"
             and not options.capture
             and runs_by_itself(self._module)
         )
@@ -253,7 +275,7 @@ class Training:
     def tell(self, error: BaseException) -> None:
         """Let the other processes, which will wait for this one, know why its forward failed."""
         if self.processes is not None:
-            report(error, "forward", self._options.process_group)
+            report(error, "forward", self._group.group)
 
     def close(self) -> None:
         """Remove all hooks and give the process groups back."""

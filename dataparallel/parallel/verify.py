@@ -59,7 +59,7 @@ from dataparallel.parallel.differences import (
     in_order,
 )
 from dataparallel.parallel.distributed import DistributedDataParallel
-from dataparallel.reducer.options import Options, ignored_names, shared_tensors
+from dataparallel.reducer.parameters import ignored_names, shared_tensors
 from dataparallel.torch_internals import BatchNorm
 
 #: A cause, and what to do.
@@ -176,9 +176,10 @@ class _Verifier:
     def __init__(self, case: Case, rtol: float | None, atol: float | None) -> None:
         self._case, self._model, self._module = case, case.model, case.model.module
         self._rtol, self._atol = _rounding(case) if rtol is None else rtol, atol
-        options = _reduction(case.model)
+        reduces = isinstance(case.model, DistributedDataParallel)
+        group = case.model.process_group if reduces else None
         # The processes, if there are others.
-        self._group = options.process_group if options and options.world_size > 1 else None
+        self._group = group if group is not None and group.size() > 1 else None
         # True if the bare module has drawn random numbers.
         self._draws = False
         self._before = attributes(copied(self._module))
@@ -225,9 +226,9 @@ class _Verifier:
     def _another(self) -> Any:
         """Return a copy of the wrapper."""
         made = copied(self._model)
-        if isinstance(made, DistributedDataParallel) and made.options.optimizers is not None:
+        if isinstance(made, DistributedDataParallel) and made._optimizers is not None:
             # They would take the gradients.
-            made._change(optimizers=None)
+            made._step_with(None)
         return made
 
     def _options(self, changed: Mapping[str, Any]) -> dict[str, Any]:
@@ -497,11 +498,6 @@ class _Verifier:
         return replace(own, differences=in_order(merged.values()), compared=compared, notes=notes)
 
 
-def _reduction(model: DataParallel[Any]) -> Options | None:
-    """Return the options by which a wrapper reduces gradients; None if it has no reducer."""
-    return model.options if isinstance(model, DistributedDataParallel) else None
-
-
 # --- small answers -------------------------------------------------------------------------------
 
 
@@ -587,7 +583,7 @@ def _rounding(case: Case) -> float:
     kind = case.model.device_ids[0].type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
-    if options := _reduction(case.model):
-        precision = options.mixed_precision
+    if isinstance(case.model, DistributedDataParallel):
+        precision = case.model.options.mixed_precision
         dtypes.update(each for each in (precision.param_dtype, precision.reduce_dtype) if each)
     return math.sqrt(max((torch.finfo(each).eps for each in dtypes), default=1.2e-7))

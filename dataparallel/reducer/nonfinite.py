@@ -17,22 +17,17 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
 from dataparallel import torch_internals
 from dataparallel.devices import is_accelerator
 from dataparallel.errors import listed
+from dataparallel.graph.originals import IN_GRAD, GradientHome
 from dataparallel.reducer.buckets import Bucket, MaybeTensor
-
-if TYPE_CHECKING:
-    from dataparallel.reducer.exchange import ReducerProcesses
-    from dataparallel.reducer.round import Accumulated, Round
-
-#: ``"ignore"``: nobody looks. ``"skip"``: the step is skipped in all processes. ``"raise"``: all
-#: processes raise :class:`NonFiniteGradients`.
-NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
+from dataparallel.reducer.options import NonFiniteAction
+from dataparallel.reducer.processes import ReducerProcesses
 
 _log = logging.getLogger("dataparallel")
 
@@ -45,17 +40,15 @@ class NonFiniteGradients(FloatingPointError):
 
 
 @dataclass
-class NonFinitePolicy:
-    """The policy of one wrapper for gradients that are not finite; outlives its reducers."""
+class SkippedSteps:
+    """A count of the backwards that a wrapper has skipped; outlives its reducers."""
 
-    action: NonFiniteAction
-    #: The number of backwards that were skipped so far.
-    num_skipped: int = 0
+    count: int = 0
 
-    def count_skipped(self) -> int:
-        """Count one more."""
-        self.num_skipped += 1
-        return self.num_skipped
+    def add(self) -> int:
+        """Count one more; returns how many there are then."""
+        self.count += 1
+        return self.count
 
 
 class Guard:
@@ -63,28 +56,34 @@ class Guard:
 
     def __init__(
         self,
-        policy: NonFinitePolicy,
+        action: NonFiniteAction,
         originals: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         processes: ReducerProcesses | None,
+        skipped: SkippedSteps,
     ) -> None:
-        self._policy = policy
+        self._action, self._skipped = action, skipped
         self._originals = originals
         self._names = names
         self._processes = processes
         #: True if each process has to say what it found: its results may be others.
         self.votes = False
+        # True if gradients stay in this process, and a later round decides about them.
+        self._stays = False
+        # Where the round leaves gradients.
+        self._home = IN_GRAD
         # Looks at replicas, under no_sync() until the round that reduces their gradients.
         self._evidence: list[_Look] = []
-
-    def begin(self, accumulated: Accumulated, *, stays: bool, votes: bool) -> None:
-        """Begin a round; if its gradients stay and others are added, a later one decides."""
-        self._accumulated, self._stays, self.votes = accumulated, stays, votes
-        held = accumulated.home.read(self._originals)
-        if all([grad is None for grad in held]):
-            self._evidence.clear()
         # Looks at the tensors that this process sends and receives, if it has to say. Parameters
         # that stay here are not sent.
+        self._own: list[_Look] = []
+
+    def begin(self, home: GradientHome, *, stays: bool, votes: bool) -> None:
+        """Begin a round; if its gradients stay and others are added, a later one decides."""
+        self._home, self._stays, self.votes = home, stays, votes
+        held = home.read(self._originals)
+        if all([grad is None for grad in held]):
+            self._evidence.clear()
         place = "what .grad held before the backward"
         self._own = [] if stays else _looks(enumerate(held), place)
         self._evidence += self._own
@@ -110,33 +109,36 @@ class Guard:
         """True if something that this process sends or has received is not finite."""
         return not _are_finite(self._own)
 
-    def judge(self, found: bool, round_: Round) -> None:
-        """End a round; drop its gradients in all processes if the vote or the results say so."""
+    def judge(self, found: bool) -> dict[str, str] | None:
+        """Return the verdict on a round whose results are delivered: None if it stands.
+
+        Else all processes drop its gradients, as the vote has ``found`` or the results say; the
+        verdict is by place which gradients are not finite in this process, for :meth:`announce`.
+        """
         if self._stays:
-            return
+            return None
         evidence, self._evidence = self._evidence, []
         looks = self._own
         if not self.votes:
-            held = self._accumulated.home.read(self._originals)
+            held = self._home.read(self._originals)
             # Entries of a row that a sparse gradient has several times may be too large together.
             plain = [g.coalesce() if g is not None and g.is_sparse else g for g in held]
             looks = _looks(enumerate(plain))
             found = not _are_finite(looks)
         if not found:
-            return
-        round_.withdraw()
+            return None
         kinds = {index: kind for look in looks for index, kind in look.found()}
         # A hook of the user may have repaired others.
-        told = self._named([*evidence, *looks], kinds)
-        gathered = [told]
+        return self._named([*evidence, *looks], kinds)
+
+    def announce(self, own: dict[str, str]) -> None:
+        """Tell of gradients that all processes have dropped: log and count, or raise an error."""
+        gathered = [own]
         if self._processes is not None:
             control = self._processes.control
-            gathered = control.all_gather_json(told, what="which gradients are not finite")
-        self._act(_describe(gathered))
-
-    def _act(self, text: str) -> None:
-        """Do what the user wants with what was found where: log and count, or raise an error."""
-        if self._policy.action == "raise":
+            gathered = control.all_gather_json(own, what="which gradients are not finite")
+        text = _describe(gathered)
+        if self._action == "raise":
             raise NonFiniteGradients(
                 f"{text}. No gradient of this step was kept, in no process, and .grad is None; all "
                 "can go on with the next step"
@@ -144,7 +146,7 @@ class Guard:
         _log.warning(
             "%s. The step is skipped: .grad is None in all processes (skipped so far: %d)",
             text,
-            self._policy.count_skipped(),
+            self._skipped.add(),
         )
 
     def _named(self, looks: Sequence[_Look], indices: Collection[int]) -> dict[str, str]:

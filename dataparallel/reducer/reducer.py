@@ -27,22 +27,19 @@ from dataparallel.errors import describe_names
 from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending, Forward
 from dataparallel.optim.in_backward import refuse_accumulation
+from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets, Gradients
-from dataparallel.reducer.exchange import (
-    CAME,
-    Agreement,
-    Exchange,
-    ReducerProcesses,
-    Vote,
-    late_error,
-    linger,
-)
-from dataparallel.reducer.nonfinite import Guard
-from dataparallel.reducer.options import Options, TrainedParameters
-from dataparallel.reducer.round import Accumulated, Round
+from dataparallel.reducer.nonfinite import Guard, SkippedSteps
+from dataparallel.reducer.options import Options
+from dataparallel.reducer.parameters import TrainedParameters
+from dataparallel.reducer.processes import ReducerProcesses
+from dataparallel.reducer.round import Round
+from dataparallel.reducer.sending import Transfer
 from dataparallel.reducer.statistics import Statistics
+from dataparallel.reducer.vote import CAME, Agreement, Vote, late_error, linger
 
 if TYPE_CHECKING:
+    from dataparallel.optim.in_backward import StepsInBackward
     from dataparallel.threads.timeline import Timeline
 
 
@@ -61,18 +58,23 @@ class Reducer:
         options: Options,
         processes: ReducerProcesses | None,
         *,
+        optimizers: StepsInBackward | None,
+        skipped: SkippedSteps,
         timeline: Timeline,
     ) -> None:
         self.trained = trained
         self.options = options
         self.processes = processes
+        # They take steps in backward.
+        self._optimizers = optimizers
         self._leaves = leaves
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._user_hooks = originals.OriginalHooks(trained.parameters)
         self._beginning = threading.Lock()
         self._round: Round | None = None
         # A sum over one process may be taken again.
-        summed = options.world_size > 1 and options.average == "none"
+        several = processes is not None and processes.world_size > 1
+        summed = several and options.average == "none"
         self._accumulated = Accumulated(trained.parameters, summed=summed)
         # The same in all ranks, so a round that has failed adds nothing, and new links begin anew.
         self._late: frozenset[int] = frozenset()
@@ -93,8 +95,10 @@ class Reducer:
         self.statistics = Statistics(timeline)
         #: Looks for gradients that are not finite; None where nobody wants to know.
         self.guard = None
-        if options.nonfinite.action != "ignore":
-            self.guard = Guard(options.nonfinite, trained.parameters, trained.names, processes)
+        if options.nonfinite != "ignore":
+            self.guard = Guard(
+                options.nonfinite, trained.parameters, trained.names, processes, skipped
+            )
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -113,7 +117,7 @@ class Reducer:
                 register: Any = leaves[index].register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))
 
-    def arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
+    def leaf_arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         """Note that a leaf has got its gradient; called by its hook."""
         if self._round is None:
             self.buckets.refuse_astray()
@@ -135,10 +139,7 @@ class Reducer:
     def go_on_from(self, other: Reducer) -> None:
         """Know what another reducer of the same parameters knew of their gradients."""
         self.last_error = other.last_error
-        same = list(map(id, self.trained.parameters)) == list(map(id, other.trained.parameters))
-        # A process that has trained alone does not know what is reduced.
-        if same and self._accumulated.summed == other._accumulated.summed:
-            self._accumulated = other._accumulated
+        self._accumulated.go_on_from(other._accumulated)
 
     @contextlib.contextmanager
     def noting_errors(self) -> Iterator[None]:
@@ -215,7 +216,7 @@ class Reducer:
         round_: Round | None = None
         try:
             with self._beginning:
-                if self._round is not None and not self._round.joins(task):
+                if self._round is not None and not self._round.includes(task):
                     self._lost(self._round)
                 round_ = self._round
                 if round_ is None:
@@ -228,8 +229,7 @@ class Reducer:
                 return [None] * len(self.used)
             if round_.later:
                 return round_.pass_on()
-            self._end(round_)
-            return round_.grads
+            return self._end(round_)
         except BaseException as error:
             # Without a round of its own, that of another backward goes on.
             if round_ is not None or self._round is None:
@@ -251,36 +251,36 @@ class Reducer:
             accumulated = Accumulated(parameters, summed=summed, home=home)
         if self._vote is not None and synchronize:
             self.read_vote()
-        if self.options.optimizers is not None:
+        if self._optimizers is not None:
             refuse_accumulation(home, synchronized=synchronize)
         if self.order and not self.buckets.ordered:
             self._make_buckets()
         self._user_hooks.guard()
-        exchange = None
+        transfer = None
         if self.processes is not None and synchronize:
             reduced = [bucket for bucket in self.buckets.all if bucket.reduces]
             for bucket in reduced:
                 bucket.renew()
-            exchange = Exchange(
+            transfer = Transfer(
                 self.processes, reduced, self.options, forwards=forwards, weight=weight
             )
         elif self.processes is not None:
             accumulated.before_unsynchronized()
         if self.guard is not None:
             some_stay = self.trained.num_reduced < len(self.trained.names)
-            votes = exchange is not None and bool(self.options.hook or some_stay)
-            self.guard.begin(accumulated, stays=not synchronize, votes=votes)
+            votes = transfer is not None and bool(transfer.processes.hook or some_stay)
+            self.guard.begin(accumulated.home, stays=not synchronize, votes=votes)
         # Users of gradients before the engine has them must have the user's hooks run.
-        hooked = self.options.optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
-        later = ending is not None and (exchange is not None or self.guard is not None or hooked)
+        hooked = self._optimizers is not None and bool(self._user_hooks.with_gradient_hooks)
+        later = ending is not None and (transfer is not None or self.guard is not None or hooked)
         self._round = round_ = Round(
             self.buckets,
             accumulated,
             self._user_hooks,
             self._timeline,
-            exchange,
+            transfer,
             self.guard,
-            self.options.optimizers,
+            self._optimizers,
             task=task,
             ending=None if ending is None else weakref.ref(ending),
             later=later,
@@ -292,26 +292,29 @@ class Reducer:
             self._user_hooks.wait(True)
         return round_
 
-    def _end(self, round_: Round) -> None:
-        """Reduce and deliver all gradients, when they have come."""
+    def _end(self, round_: Round) -> Gradients:
+        """Reduce and deliver all gradients, when they have come; returns the engine's part."""
         round_.collect()
         if round_.task != NO_TASK:
             self.used = round_.used
             self._check_used()
         with self._timeline.span("reduce local"):
-            nonfinite = round_.receive()
-        exchange = round_.exchange
-        if round_.later or exchange is not None:
-            round_.write(range(len(self.used)))
+            grads, nonfinite = round_.receive()
+        transfer = round_.transfer
+        if round_.later or transfer is not None:
+            round_.write(grads, range(len(self.used)))
         if self.guard is not None:
-            if exchange is not None:
+            if transfer is not None:
                 # Before all ranks tell each other what it has found, in the same order.
                 self._vote = round_.vote()
-            self.guard.judge(nonfinite, round_)
-        if exchange is not None or self.processes is None:
+            verdict = self.guard.judge(nonfinite)
+            if verdict is not None:
+                round_.withdraw()
+                self.guard.announce(verdict)
+        if transfer is not None or self.processes is None:
             self._late |= round_.came_late
             self._after_first()
-        if exchange is not None:
+        if transfer is not None:
             round_.accumulated.after_synchronized()
         self._leave_round()
         if self.statistics.measures:
@@ -320,10 +323,11 @@ class Reducer:
             came = {index for index, mark in enumerate(round_.marks) if mark >= CAME}
             with torch.enable_grad():
                 self._user_hooks.delivered(came, round_.accumulated.home)
-        if exchange is not None:
+        if transfer is not None:
             # Nothing can fail any more.
-            self._vote, self._agreement = round_.vote(), exchange.agreement
-            exchange.processes.progress.gave()
+            self._vote, self._agreement = round_.vote(), transfer.agreement
+            transfer.processes.progress.gave()
+        return grads
 
     @torch.no_grad()
     def _end_later(self, round_: Round) -> None:
@@ -331,7 +335,7 @@ class Reducer:
         if round_ is not self._round:
             return
         if round_.task in Ending.dropped:
-            self._has_left = round_.exchange is not None
+            self._has_left = round_.transfer is not None
             round_.drop()
             self._leave_round()
             return
@@ -432,4 +436,4 @@ def _tell(reducer: weakref.ref[Reducer], replica: int, index: int, leaf: torch.T
     # The garbage collector does not see what a hook of a tensor holds, so it holds it weakly.
     found = reducer()
     if found is not None:
-        found.arrived(replica, index, leaf)
+        found.leaf_arrived(replica, index, leaf)

@@ -10,42 +10,7 @@ which are the methods of :class:`Round` in this order:
         -> received: and the vote, where it is needed -> delivered: to the originals
 
 The round writes the gradients that the engine does not deliver when the whole backward has ended.
-For what ``.grad`` held before, see Note [Gradients from before a round].
-
-Note [Gradients from outside of the wrapper]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Parameters may be used beside the forward of the wrapper: in a penalty, or in a head that is called
-by itself. Gradients from there come before or after the cut, in the same backward, and must be
-reduced, too. So as long as a backward runs whose round is reduced over processes, gradients from
-before it are set aside and ``.grad`` is None. A gradient that is there when the whole backward has
-ended is from outside. It goes into its bucket if that was not sent yet, else it is reduced by
-itself; and from then on that bucket waits for the end.
-
-A hook of the user on a parameter runs once, with all that comes in a backward. So what the replicas
-have computed for such a parameter is passed on to the engine, and comes back as if from outside.
-
-Note [When a bucket is ready]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-The last parameter of each bucket, in the order in which gradients came in the first round, has a
-hook: its sentinel. When that fires on a replica, the buckets whose gradients are all there are
-taken, in order, in the thread of that replica's backward. When the replicas' backward has ended,
-everything is taken: what has not come by then is unused, and nobody has to say so beforehand.
-
-A leaf is accumulated again where a part of the graph runs by itself: in a re-entrant checkpoint, or
-when the wrapper was called several times before one backward. A gradient after its bucket was taken
-is late: it is reduced at the end of the round, and from then on its bucket is left to the end.
-
-Note [Gradients from before a round]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A round reduces what its backward computes, and what ``.grad`` held before. The old content may be
-this process's own: from a backward under ``no_sync``, from one through the bare module, or written
-by the user. Or it is reduced already and the same in all processes; then it does no harm to send it
-again, since the average of equal parts is the part itself. This is torch's way.
-
-In a sum it does harm. So for ``average="none"`` only what a backward under ``no_sync`` has added is
-sent, as the difference to a copy of what was there before. If ``.grad`` was changed in another way
-since the last round, nobody knows what is to be sent, and that is an error. It is one, too, where a
-distributed-autograd context holds gradients already, since nobody remembers those.
+For what ``.grad`` held before, see
 """
 
 from __future__ import annotations
@@ -63,9 +28,9 @@ import torch
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.failures import RanksParted
-from dataparallel.errors import describe_names
 from dataparallel.graph.cut import NO_TASK, Ending
-from dataparallel.graph.originals import IN_GRAD, GradientHome, OriginalHooks
+from dataparallel.graph.originals import OriginalHooks
+from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import (
     Bucket,
     Buckets,
@@ -75,8 +40,9 @@ from dataparallel.reducer.buckets import (
     local_sum,
     unshared,
 )
-from dataparallel.reducer.exchange import CAME, HELD, LATE, Exchange, Vote, late_error
 from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
+from dataparallel.reducer.sending import Transfer
+from dataparallel.reducer.vote import CAME, HELD, LATE, Vote, late_error
 from dataparallel.threads.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -92,7 +58,7 @@ class Round:
     user_hooks: OriginalHooks
     timeline: Timeline
     #: None in a round that is not reduced over processes.
-    exchange: Exchange | None
+    transfer: Transfer | None
     guard: Guard | None
     optimizers: StepsInBackward | None
     #: The number of the engine's backward; NO_TASK where this process only helps the others.
@@ -115,10 +81,10 @@ class Round:
         # From which bucket on all are left to the end: one may get more until then, or the order is
         # not known yet. Nothing is stepped where a gradient may still come from outside.
         self._first_left = 0
-        if self.exchange is not None and buckets.ordered:
+        if self.transfer is not None and buckets.ordered:
             left = map(buckets.number_of.__getitem__, self._through | self.late)
-            self._first_left = min([self.exchange.last, *left])
-        elif not (self.exchange or self.later):
+            self._first_left = min([self.transfer.last, *left])
+        elif not (self.transfer or self.later):
             self._first_left = len(buckets.all)
         # About cuts: the thread of the first, the number that run, true once the last has begun.
         self._thread, self._lock = threading.get_ident(), threading.Lock()
@@ -132,8 +98,8 @@ class Round:
         # Those of the replicas' gradients, and of the cuts, the last of which is that of the end.
         self._streams: list[torch.Stream | None] = [None] * len(self._taken)
         self._cut_streams: list[tuple[torch.Stream, ...]] = []
-        #: By parameter, the sum over the replicas, and then what is to be added to ``.grad``.
-        self.grads: Gradients = [None] * count
+        # By parameter, the sum over the replicas of this process, until it is received.
+        self._sums: Gradients = [None] * count
         # The content of ``.grad``: all of it until the end, and the part of it that is to be sent.
         self._aside: list[MaybeTensor] | None = None
         self._unreduced: dict[int, torch.Tensor] = {}
@@ -147,7 +113,7 @@ class Round:
 
     # --- the cuts. See Note [Several cuts in one round] ------------------------------------------
 
-    def joins(self, task: int) -> bool:
+    def includes(self, task: int) -> bool:
         """True if a cut in the backward of this number is in the round, which may have been lost.
 
         An error where the backward of the round goes on, and the cut has no part in it.
@@ -178,7 +144,7 @@ class Round:
                 self._eager = last and self.buckets.ordered and self.buckets.on_one_device
         if is_first:
             self.buckets.refuse_astray()
-            if self.exchange is not None:
+            if self.transfer is not None:
                 reduced = self.buckets.names[: self.buckets.num_reduced]
                 self._unreduced = self.accumulated.unreduced(reduced)
             if self.later:
@@ -239,7 +205,7 @@ class Round:
         if index not in self._through:
             self.came_late.add(index)
         was_sent = self.buckets.number_of[index] < self._first_left
-        if was_sent and self.exchange is not None:
+        if was_sent and self.transfer is not None:
             self._extra[index] = add(self._extra.get(index), grad)
         elif was_sent and self.optimizers is not None:
             raise RuntimeError(
@@ -248,7 +214,7 @@ class Round:
                 "use_reentrant=False"
             )
         else:
-            self.grads[index] = add(self.grads[index], grad)
+            self._sums[index] = add(self._sums[index], grad)
 
     # --- summed ----------------------------------------------------------------------------------
 
@@ -282,7 +248,7 @@ class Round:
                     self.used[index] = CAME
                 if index in self._unreduced and index not in self._through:
                     grad = add(grad, self._unreduced[index])
-                self.grads[index] = grad
+                self._sums[index] = grad
             if bucket.number < self._first_left:
                 self._send(bucket)
 
@@ -297,17 +263,17 @@ class Round:
 
     def _send(self, bucket: Bucket) -> None:
         """Send sums; where no other process waits for them, they may be used at once."""
-        sums = list(map(self.grads.__getitem__, bucket.indices))
+        sums = list(map(self._sums.__getitem__, bucket.indices))
         if self.guard is not None:
             self.guard.look_at_sent(zip(bucket.indices, sums, strict=True))
-        if self.exchange is None:
-            self._step(bucket)
+        if self.transfer is None:
+            self._step(bucket, self._sums)
         elif bucket.reduces:
-            self.exchange.send(bucket, sums)
-            if self._becomes_views(bucket) and not self.exchange.agreement.open:
+            self.transfer.send(bucket, sums)
+            if self._becomes_views(bucket) and not self.transfer.agreement.open:
                 # Their memory is for the rest of backward, unless they may be sent again.
                 for index in bucket.indices:
-                    self.grads[index] = None
+                    self._sums[index] = None
 
     def _becomes_views(self, bucket: Bucket) -> bool:
         """True if ``.grad`` will be views of a bucket."""
@@ -319,7 +285,7 @@ class Round:
         self._take_rest()
         passed: Gradients = [None] * len(self.used)
         for index in self._through:
-            passed[index], self.grads[index] = self.grads[index], None
+            passed[index], self._sums[index] = self._sums[index], None
         return passed
 
     @contextlib.contextmanager
@@ -341,7 +307,7 @@ class Round:
         """Take all that has come, from outside of the wrapper, too."""
         self._take_rest()
         for index in self._through & self._unreduced.keys():
-            self.grads[index] = add(self.grads[index], self._unreduced[index])
+            self._sums[index] = add(self._sums[index], self._unreduced[index])
         outside = self._put_back()
         for grad in outside:
             if grad is not None:
@@ -353,55 +319,57 @@ class Round:
 
     # --- received --------------------------------------------------------------------------------
 
-    def receive(self) -> bool:
-        """Send what was held back, and wait for all buckets.
+    def receive(self) -> tuple[Gradients, bool]:
+        """Send what was held back, wait for all buckets, and return what is to be delivered.
 
-        Returns whether all ranks say that something is not finite, where they have to say it.
+        Also returns whether all ranks say that something is not finite, where they have to say it.
         """
         for bucket in self.buckets.all[self._first_left :]:
             self._send(bucket)
-        if self.exchange is None:
-            return False
+        if self.transfer is None:
+            return self._sums, False
         with self.timeline.span("reduce across processes"):
-            flats = self.exchange.receive()
-            while self._has_parted(self.exchange):
-                self.exchange = self.exchange.again()
+            flats = self.transfer.receive()
+            while self._has_parted(self.transfer):
+                self.transfer = self.transfer.again()
                 for bucket in self.buckets.all:
                     if bucket.reduces:
-                        self.exchange.send(bucket, [self.grads[index] for index in bucket.indices])
-                flats = self.exchange.receive()
-            nonfinite = self._hear(self.exchange, flats)
+                        self.transfer.send(bucket, [self._sums[index] for index in bucket.indices])
+                flats = self.transfer.receive()
+            nonfinite = self._hear(self.transfer, flats)
+        # Each bucket's sums make room for what was received.
+        grads, self._sums = self._sums, []
         for bucket, flat in zip(self.buckets.all, flats, strict=False):
-            sums = [self.grads[index] for index in bucket.indices]
+            sums = [grads[index] for index in bucket.indices]
             as_views = self._becomes_views(bucket)
-            grads = bucket.received(flat, sums, self.marks, as_views=as_views)
-            for index, grad in zip(bucket.indices, grads, strict=True):
+            received = bucket.received(flat, sums, self.marks, as_views=as_views)
+            for index, grad in zip(bucket.indices, received, strict=True):
                 late = self._extra.get(index)
-                self.grads[index] = grad if late is None else add(late, grad)
+                grads[index] = grad if late is None else add(late, grad)
         # Gradients that stay in this process are used no sooner: all may have raised.
         for bucket in self.buckets.all:
-            self._step(bucket)
-        return nonfinite
+            self._step(bucket, grads)
+        return grads, nonfinite
 
-    def _all_wait(self, exchange: Exchange) -> bool:
+    def _all_wait(self, transfer: Transfer) -> bool:
         """True if the hosts of all ranks wait at the end of this round."""
         votes = self.guard is not None and self.guard.votes
-        return exchange.must_wait or votes or not self.buckets.ordered
+        return transfer.must_wait or votes or not self.buckets.ordered
 
-    def _has_parted(self, exchange: Exchange) -> bool:
+    def _has_parted(self, transfer: Transfer) -> bool:
         """True if others have dropped this round. See Note [Ranks that part]."""
-        if not (exchange.blocks or self._all_wait(exchange)):
+        if not (transfer.blocks or self._all_wait(transfer)):
             return False
         outcome = "The others drop their step, too, and nothing of it is kept"
-        return exchange.agreement.check(outcome) is not None
+        return transfer.agreement.check(outcome) is not None
 
-    def _hear(self, exchange: Exchange, flats: Sequence[torch.Tensor]) -> bool:
+    def _hear(self, transfer: Transfer, flats: Sequence[torch.Tensor]) -> bool:
         """Read the vote where this rank needs it, and reduce what some rank has sent too late."""
         if self.guard is not None:
             self.guard.look_at_sent(self._extra.items())
             self.guard.look_at_received(self.buckets.all, flats)
         if not (
-            self._all_wait(exchange) or self._extra or 0 in self.used[: self.buckets.num_reduced]
+            self._all_wait(transfer) or self._extra or 0 in self.used[: self.buckets.num_reduced]
         ):
             return False
         answer = self.vote(waits=True).read()
@@ -411,13 +379,13 @@ class Round:
         for index in answer.late:
             self.came_late.add(index)
             original = self.buckets.originals[index]
-            self._extra[index] = exchange.reduce_late(index, self._extra.get(index), original)
+            self._extra[index] = transfer.reduce_late(index, self._extra.get(index), original)
         return answer.nonfinite
 
     def vote(self, *, waits: bool = False) -> Vote:
         """Return the vote of this rank, which is launched once. See Note [The vote]."""
         if self._vote is None:
-            assert self.exchange is not None
+            assert self.transfer is not None
             marks = self.used[: self.buckets.num_reduced]
             for index in self._unreduced:
                 # It may have come from outside before the round began.
@@ -425,27 +393,27 @@ class Round:
             for index in self._extra:
                 marks[index] = LATE
             found = self.guard is not None and self.guard.votes and self.guard.found()
-            control = self.exchange.processes.control
+            control = self.transfer.processes.control
             self._vote = Vote(control, marks, waits=waits, nonfinite=found)
         return self._vote
 
     # --- delivered -------------------------------------------------------------------------------
 
-    def _step(self, bucket: Bucket) -> None:
+    def _step(self, bucket: Bucket, grads: Gradients) -> None:
         """Let optimizers in backward step with the gradients of a bucket."""
         if self.optimizers is not None:
-            self.write(bucket.indices)
+            self.write(grads, bucket.indices)
             with self.timeline.span("optimizer", 0):
                 self.optimizers.step(bucket.originals)
 
     @torch.no_grad()
-    def write(self, indices: Sequence[int]) -> None:
-        """Add results to ``.grad``, as the engine would."""
+    def write(self, grads: Gradients, indices: Sequence[int]) -> None:
+        """Add some of the results to ``.grad``, as the engine would; None takes their place."""
         home = self.accumulated.home
         originals = [self.buckets.originals[index] for index in indices]
         members = zip(indices, originals, home.read(originals), strict=True)
         for index, original, held in members:
-            grad, self.grads[index] = self.grads[index], None
+            grad, grads[index] = grads[index], None
             # As the engine does with what was frozen after its forward.
             if grad is None or not original.requires_grad:
                 continue
@@ -461,9 +429,8 @@ class Round:
             home.write(original, held)
 
     def withdraw(self) -> None:
-        """Deliver nothing after all, and let there be no gradients from before the round either."""
-        self.grads = [None] * len(self.used)
-        self._swap(self.grads)
+        """Take back what was written, and what was there before the round, too."""
+        self._swap([None] * len(self.used))
 
     # --- or failed -------------------------------------------------------------------------------
 
@@ -473,8 +440,8 @@ class Round:
         try:
             # All processes raise that one together.
             alike = (NonFiniteGradients, RanksParted)
-            if self.exchange is not None and not isinstance(error, alike):
-                self.exchange.abandon(error)
+            if self.transfer is not None and not isinstance(error, alike):
+                self.transfer.abandon(error)
         finally:
             self.drop()
 
@@ -484,84 +451,3 @@ class Round:
             taken.clear()
         self.buckets.take_late()
         self._put_back()
-
-
-# --- gradients from before a round ---------------------------------------------------------------
-
-
-class Accumulated:
-    """The reduced and the unreduced part of gradients, kept apart; outlives rounds."""
-
-    def __init__(
-        self,
-        originals: Sequence[torch.nn.Parameter],
-        *,
-        summed: bool,
-        home: GradientHome = IN_GRAD,
-    ) -> None:
-        self._originals, self.home = originals, home
-        #: True if processes' gradients are added up, so that it matters what is reduced.
-        self.summed = summed
-        # The place in which the last round has left each gradient, and its version.
-        self._left: dict[int, tuple[int, int]] = {}
-        # A copy of the reduced part of each gradient that also has an unreduced part.
-        self._reduced: dict[int, MaybeTensor] = {}
-
-    def _read(self) -> Gradients:
-        """Return the gradients without those that the user has thrown away since."""
-        grads = self.home.read(self._originals)
-        for index, reduced in self._reduced.items():
-            grad = grads[index]
-            if reduced is not None and (grad is None or not _has_content(grad)):
-                self._reduced[index] = None
-        return grads
-
-    def before_unsynchronized(self) -> None:
-        """Begin a backward under ``no_sync``: all that it adds stays unreduced."""
-        for index, grad in enumerate(self._read() if self.summed else ()):
-            if index not in self._reduced:
-                self._reduced[index] = None if grad is None else grad.clone()
-
-    def unreduced(self, names: Sequence[str]) -> dict[int, torch.Tensor]:
-        """Return the parts of the first parameters' gradients to send; new, or a view."""
-        grads = self._read()[: len(names)]
-        held = {index: grad.detach() for index, grad in enumerate(grads) if grad is not None}
-        if not self.summed:
-            return held
-        changed = [
-            names[index]
-            for index, grad in held.items()
-            if index not in self._reduced
-            and self._left.get(index) != _place(grad)
-            and _has_content(grad)
-        ]
-        if changed:
-            raise RuntimeError(
-                "the gradients of these parameters have changed since they were reduced: "
-                f"{describe_names(changed)}. With average='none' the processes' gradients are "
-                "added up, and nobody could tell what was changed outside of the wrapper's "
-                "backward from what is reduced already. Zero the gradients before the next "
-                "backward, or use average='processes'"
-            )
-        parts = {index: self._reduced[index] for index in held if index in self._reduced}
-        return {i: held[i] if part is None else held[i] - part for i, part in parts.items()}
-
-    def add_reduced(self, index: int, result: torch.Tensor) -> torch.Tensor:
-        """Add the reduced part of a gradient to the result for its unreduced part."""
-        reduced = self._reduced.get(index)
-        return result if reduced is None else result.add_(reduced)
-
-    def after_synchronized(self) -> None:
-        """Note that everything is reduced now."""
-        self._reduced.clear()
-        if self.summed:
-            grads = enumerate(self.home.read(self._originals))
-            self._left = {index: _place(grad) for index, grad in grads if grad is not None}
-
-
-def _has_content(grad: torch.Tensor) -> bool:
-    return bool((torch_internals.sparse_values(grad) if grad.is_sparse else grad).any())
-
-
-def _place(grad: torch.Tensor) -> tuple[int, int]:
-    return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version

@@ -16,7 +16,8 @@ import torch
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import lines, listed
 from dataparallel.kernels.fingerprint import fingerprint
-from dataparallel.reducer.options import Options, TrainedParameters, shared_tensors
+from dataparallel.reducer.options import Options
+from dataparallel.reducer.parameters import TrainedParameters, shared_tensors
 from dataparallel.torch_internals import is_wrapper
 
 _Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -56,15 +57,20 @@ def differences(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
 
 
 def verify_across_processes(
-    module: torch.nn.Module, trained: TrainedParameters, options: Options, link: ProcessLink
+    module: torch.nn.Module,
+    trained: TrainedParameters,
+    options: Options,
+    link: ProcessLink,
+    *,
+    hooked: bool,
 ) -> None:
     """Refuse other options, parameters or buffers in another process; every process calls this."""
     tensors = shared_tensors(module, buffers=options.sends_buffers)
     sparse = dict(zip(trained.names, trained.sparse, strict=True))
     own = {repr(name): _described(t, sparse.get(name, False)) for name, t in tensors.items()}
     own |= {
-        "nonfinite": options.nonfinite.action,
-        "communication hook": "none" if options.hook is None else "registered",
+        "nonfinite": options.nonfinite,
+        "communication hook": "registered" if hooked else "none",
         "init_sync": str(options.init_sync),
         "forward_sync_buffers": str(options.forward_sync_buffers),
         "average": options.average,
