@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import FileStore
 
 import dataparallel as dp
 from dataparallel import checkpoint, virtual
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.errors import CollectiveError
 from dataparallel.monitor import StepMonitor
 from tests import forkserver
 

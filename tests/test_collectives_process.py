@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dataparallel.collectives import CollectiveMismatch, functional, named, set_checks
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, failures_of, report
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import failures_of, report
 from dataparallel.comm.link import ProcessLink
 from tests import collective_cases as cases
 from tests.cluster import Cluster, RankDied

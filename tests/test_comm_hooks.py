@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from dataparallel import DistributedDataParallel
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.errors import CollectiveError
 from dataparallel.comm_hooks import allreduce_hook
 from dataparallel.reducer.comm_hooks import GradBucket
 from tests.cluster import Cluster

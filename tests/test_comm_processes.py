@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from dataparallel import virtual
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, failures_of
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import failures_of
 from dataparallel.comm.link import ProcessLink
 from tests.cluster import Cluster, free_port
 from tests.process_groups import new_group

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveTimeout
+from dataparallel.comm.errors import CollectiveTimeout
 from dataparallel.reducer.parameters import ignored_names
 from tests.cluster import Cluster
 from tests.ddp_cases import wrap as wrap_module

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveTimeout
+from dataparallel.comm.errors import CollectiveTimeout
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, grads, two_layers
 

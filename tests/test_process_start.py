@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.distributed import constants
 
-from dataparallel.comm.failures import CollectiveTimeout
+from dataparallel.comm.errors import CollectiveTimeout
 from dataparallel.extras import elastic
 from dataparallel.extras.elastic import init_process_group
 from tests.cluster import Cluster, free_port

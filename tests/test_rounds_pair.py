@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.errors import CollectiveError
 from tests.cluster import Cluster
 from tests.ddp_cases import FailInBackward, Net, batch, grads, two_layers, wrap
 from tests.models import assert_all_close

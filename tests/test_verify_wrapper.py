@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.errors import CollectiveError
 from dataparallel.parallel.differences import Verification
 from tests.cluster import Cluster
 from tests.models import Calls

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.errors import CollectiveError
 from dataparallel.comm.link import Pending
 from dataparallel.reducer.verify import ReplicaMismatch
 from tests.cluster import Cluster

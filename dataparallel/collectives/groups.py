@@ -73,7 +73,7 @@ from dataparallel.collectives.operations import (
     run_call,
     sides_of,
 )
-from dataparallel.comm.failures import CollectiveError
+from dataparallel.comm.errors import CollectiveError
 from dataparallel.comm.link import ProcessLink, parent_group, timeout_of
 from dataparallel.devices import (
     Stream,

@@ -65,7 +65,8 @@ from dataparallel.collectives.operations import (
     run_call,
     sides_of,
 )
-from dataparallel.comm.failures import SLICE, CollectiveError, failures_of
+from dataparallel.comm.errors import CollectiveError
+from dataparallel.comm.failures import SLICE, failures_of
 from dataparallel.comm.link import wait_briefly
 from dataparallel.devices import Stream, current_stream, use_stream
 from dataparallel.graph.functions import apply_function

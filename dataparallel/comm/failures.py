@@ -43,17 +43,23 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
+from dataparallel.comm.errors import (
+    CollectiveError,
+    CollectiveFailure,
+    CollectiveTimeout,
+    Failure,
+    RanksParted,
+)
 
 if TYPE_CHECKING:
-    from dataparallel.comm.link import ProcessLink
     from dataparallel.torch_internals import Store
 
 T = TypeVar("T")
@@ -75,85 +81,6 @@ _REMEDY = (
     "every process must run the same collectives, and make the same groups, in the same order; "
     "look for an earlier error of the ranks named here, and raise the timeout if they are only slow"
 )
-
-
-# --- what is known of a failure --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a process cannot take part any more, as the other processes see it.
-
-    Attributes:
-        rank: Its rank in the default process group.
-        host: The name of its machine.
-        pid: Its process id there.
-        kind: ``"raised"``: it raised an error. ``"late"``: the same, when others may have gone on.
-            ``"skipped"``: it has left out the backward of a step.
-            ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
-            ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
-        doing: Its work at that time, for example ``"forward"`` or a collective; empty if not known.
-        message: The type and the text of its exception, or what was seen of it.
-        traceback: The traceback of the exception; empty if there is none.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    kind: str
-    doing: str
-    message: str
-    traceback: str = ""
-
-    @property
-    def is_cause(self) -> bool:
-        """True if this process is why others wait in vain."""
-        return self.kind not in ("waiting", "timed out")
-
-    @property
-    def is_final(self) -> bool:
-        """True if it cannot take part in new links, either."""
-        return self.kind in ("ended", "cut off")
-
-    def __str__(self) -> str:
-        text = f"rank {self.rank} (process {self.pid} on {self.host}) "
-        text += f"failed in {self.doing}: {self.message}" if self.doing else self.message
-        if self.is_final:
-            text += "; start all processes again"
-        if self.traceback:
-            text += f"\nTraceback of rank {self.rank}:\n{self.traceback.rstrip()}\n"
-        return text
-
-
-class CollectiveFailure(Exception):
-    """The common base of the two errors.
-
-    Args:
-        message: The text.
-        failure: The failure of the process that is the cause; None if no single one is.
-    """
-
-    def __init__(self, message: str = "", failure: Failure | None = None) -> None:
-        super().__init__(message)
-        self.failure = failure
-
-
-class CollectiveError(CollectiveFailure, RuntimeError):
-    """A collective failed: a process ended, a connection broke, or the link was broken before."""
-
-
-class RanksParted(CollectiveError):
-    """Another process has left out the backward of a step, which all others have to drop, too."""
-
-
-class CollectiveTimeout(CollectiveFailure, TimeoutError):
-    """A collective did not complete in time; the message says which rank is missing."""
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``"rank 1"`` or ``"ranks 1, 3"``."""
-    names = ", ".join(str(rank) for rank in ranks)
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 # --- processes and their store ---------------------------------------------------------------
@@ -193,6 +120,15 @@ def _read(store: Store, keys: Sequence[str]) -> list[Any]:
 # --- one process group -----------------------------------------------------------------------
 
 
+class Link(Protocol):
+    """A link over the group, which the end of its generation closes."""
+
+    @property
+    def failure(self) -> Failure | None: ...
+    def give_up(self) -> None: ...
+    def check_late(self) -> None: ...
+
+
 class Failures:
     """This process's knowledge of failures in one process group. See the notes of this module."""
 
@@ -205,7 +141,7 @@ class Failures:
         self.num_hook_calls = 0
         # The newest generation in which this process has met the others; 0 before.
         self._met = 0
-        self._links: tuple[weakref.ref[ProcessLink], ...] = ()
+        self._links: tuple[weakref.ref[Link], ...] = ()
         self._num_made: Counter[str] = Counter()
         # Torch's types lack that it can be cloned.
         self._store: Any = shared_store(group)
@@ -313,7 +249,7 @@ class Failures:
         store.set(f"{name}/{self.rank}", "here")
         return store.check([f"{name}/{i}" for i in range(len(self.ranks))])
 
-    def add(self, link: ProcessLink) -> None:
+    def add(self, link: Link) -> None:
         """Close a link when its generation ends."""
         self._links = (*(ref for ref in self._links if ref() is not None), weakref.ref(link))
 
@@ -512,12 +448,34 @@ _inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _making = threading.Lock()
 
 
+# The hook that was there before ours; None as long as this process has met no others.
+_hook_before: Callable[[type[BaseException], BaseException, TracebackType | None], Any] | None = (
+    None
+)
+
+
+def _report_at_the_end(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    try:
+        report(error, "a program that ended with it")
+    finally:
+        if _hook_before is not None:
+            _hook_before(kind, error, trace)
+
+
 def failures_of(group: dist.ProcessGroup) -> Failures:
-    """Return the knowledge of failures in a process group."""
+    """Return the knowledge of failures in a process group.
+
+    From the first group on, the others also learn of an exception that nobody catches.
+    """
+    global _hook_before
     with _making:
         found = _known.get(group)
         if found is None:
             found = _known[group] = Failures(group)
+            if _hook_before is None:
+                _hook_before, sys.excepthook = sys.excepthook, _report_at_the_end
         return found
 
 
@@ -589,16 +547,3 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
     except BaseException as error:
         report(error, doing, handled=handled)
         raise
-
-
-def _report_at_the_end(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    try:
-        report(error, "a program that ended with it")
-    finally:
-        _before(kind, error, trace)
-
-
-_before = sys.excepthook
-sys.excepthook = _report_at_the_end

@@ -61,16 +61,8 @@ from torch.distributed import constants
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm import interpreter_end
-from dataparallel.comm.failures import (
-    OWN,
-    SLICE,
-    CollectiveError,
-    CollectiveTimeout,
-    Failure,
-    failures_of,
-    name_ranks,
-    shared_store,
-)
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout, Failure, name_ranks
+from dataparallel.comm.failures import OWN, SLICE, failures_of, shared_store
 
 T = TypeVar("T")
 

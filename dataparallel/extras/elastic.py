@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch.distributed import constants
 from torch.distributed.rendezvous import rendezvous
 
-from dataparallel.comm.failures import CollectiveTimeout, failures_of, name_ranks, namespace
+from dataparallel.comm.errors import CollectiveTimeout, name_ranks
+from dataparallel.comm.failures import failures_of, namespace
 from dataparallel.devices import accelerators
 from dataparallel.torch_internals import HashStore, PrefixStore, Store, TCPStore
 

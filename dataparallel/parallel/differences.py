@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dataparallel.comm.failures import name_ranks
+from dataparallel.comm.errors import name_ranks
 from dataparallel.errors import MOST
 
 #: Columns of the table.

@@ -460,9 +460,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 raise RuntimeError(
                     "register_comm_hook or register_builtin_comm_hook can only be called once"
                 )
-        self.options.allow_hook(
-            has_group=self.process_group is not None, is_power_sgd=resolved.is_power_sgd
-        )
+        resolved.check(self.options, self.process_group)
         self._hook = resolved
         self._build()
 
@@ -554,9 +552,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         self._progress = Progress()
         group = find_group(process_group).group
         if self._hook is not None:
-            self.options.allow_hook(
-                has_group=group is not None, is_power_sgd=self._hook.is_power_sgd
-            )
+            self._hook.check(self.options, group)
         self._group = TrainingGroup(group)
         self._build()
 

@@ -16,12 +16,8 @@ from torch import nn
 
 from dataparallel import kernels, torch_internals
 from dataparallel.batch.tree import flatten
-from dataparallel.comm.failures import (
-    CollectiveError,
-    CollectiveTimeout,
-    RanksParted,
-    report,
-)
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout, RanksParted
+from dataparallel.comm.failures import report
 from dataparallel.devices import is_accelerator
 from dataparallel.graph.cut import Cuts, Forwards, ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents

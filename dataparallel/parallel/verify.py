@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from dataparallel.batch.gather import join_scalars
 from dataparallel.batch.scatter import DEFAULT
 from dataparallel.batch.tree import Structure, flatten
-from dataparallel.comm.failures import CollectiveError, report
+from dataparallel.comm.errors import CollectiveError
+from dataparallel.comm.failures import report
 from dataparallel.comm.link import ProcessLink
 from dataparallel.devices import DeviceLike
 from dataparallel.parallel.buffers import send_buffers

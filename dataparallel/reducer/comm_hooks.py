@@ -29,6 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import describe_names, locate
 from dataparallel.reducer.buckets import Bucket
+from dataparallel.reducer.options import Options
 
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _POWER_SGD = _TORCHS + "powerSGD_hook"
@@ -132,6 +133,24 @@ class ResolvedHook(NamedTuple):
     #: See Note [Hooks that launch from callbacks].
     one_bucket_at_a_time: bool
     is_power_sgd: bool
+
+    def check(self, options: Options, group: dist.ProcessGroup | None) -> None:
+        """Raise an error if it cannot take the place of the all-reduce."""
+        if group is None:
+            raise ValueError(
+                "a communication hook reduces over processes, but there is no process group; call "
+                "torch.distributed.init_process_group() before the module is wrapped"
+            )
+        if options.deterministic:
+            raise ValueError(
+                "deterministic=True makes the sum over processes in rank order, which a "
+                "communication hook replaces; use one of them"
+            )
+        if self.is_power_sgd and options.nonfinite == "skip":
+            raise ValueError(
+                "nonfinite='skip' does not go with PowerSGD: its state keeps a NaN, so all later "
+                "steps would be skipped; pass nonfinite='raise', or use another hook"
+            )
 
     def call(
         self, bucket: Bucket, flat: torch.Tensor, link: ProcessLink, *, is_last: bool

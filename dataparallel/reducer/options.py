@@ -67,24 +67,6 @@ class Options:
                 "not finite; leave nonfinite at 'ignore', or take the step after backward"
             )
 
-    def allow_hook(self, *, has_group: bool, is_power_sgd: bool) -> None:
-        """Raise an error if a communication hook cannot take the place of the all-reduce."""
-        if not has_group:
-            raise ValueError(
-                "a communication hook reduces over processes, but there is no process group; call "
-                "torch.distributed.init_process_group() before the module is wrapped"
-            )
-        if self.deterministic:
-            raise ValueError(
-                "deterministic=True makes the sum over processes in rank order, which a "
-                "communication hook replaces; use one of them"
-            )
-        if is_power_sgd and self.nonfinite == "skip":
-            raise ValueError(
-                "nonfinite='skip' does not go with PowerSGD: its state keeps a NaN, so all later "
-                "steps would be skipped; pass nonfinite='raise', or use another hook"
-            )
-
     def bucket_bytes(self, *, sends: bool) -> int | tuple[int, ...]:
         """Return the limit of the buckets behind the first one, or a limit for each."""
         caps = self.bucket_cap_mb

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dataparallel.comm.failures import CollectiveError, Failure, failures_of, name_ranks
+from dataparallel.comm.errors import CollectiveError, Failure, name_ranks
+from dataparallel.comm.failures import failures_of
 from dataparallel.comm.link import ProcessLink, parent_group
 from dataparallel.graph.cut import Forwards
 from dataparallel.reducer.verify import gather_if_different

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dataparallel import torch_internals
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, RanksParted
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout, RanksParted
 from dataparallel.errors import describe_names
 from dataparallel.graph import originals
 from dataparallel.graph.cut import NO_TASK, Ending, Forward

@@ -27,7 +27,7 @@ import torch
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
-from dataparallel.comm.failures import RanksParted
+from dataparallel.comm.errors import RanksParted
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 import torch
 
-from dataparallel.comm.failures import RanksParted
+from dataparallel.comm.errors import RanksParted
 from dataparallel.comm.link import ProcessLink
 from dataparallel.errors import describe_names
 from dataparallel.graph.cut import Forward

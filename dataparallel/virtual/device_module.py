@@ -21,7 +21,7 @@ from torch.accelerator import set_stream as set_stream
 from torch.accelerator import synchronize as synchronize
 
 if TYPE_CHECKING:
-    from dataparallel.virtual.backend import Extension
+    from dataparallel.virtual.interface import Extension
 
 DeviceLike: TypeAlias = torch.device | str | int | None
 

@@ -18,7 +18,7 @@ from torch import nn
 import dataparallel as dp
 from dataparallel import collectives
 from dataparallel.comm import link
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink
 from dataparallel.reducer.verify import ReplicaMismatch
 from tests.cluster import Cluster

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dataparallel import checkpoint, torch_internals
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink
 from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster, RankDied

@@ -19,7 +19,8 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import collectives
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout, Failures
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
+from dataparallel.comm.failures import Failures
 from tests.cluster import Cluster, RankDied
 from tests.process_groups import new_group
 

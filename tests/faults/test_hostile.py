@@ -23,7 +23,8 @@ from torch import nn
 import dataparallel as dp
 from dataparallel import checkpoint, comm_hooks
 from dataparallel.collectives import SyncBatchNorm
-from dataparallel.comm.failures import CollectiveError, failures_of, shared_store
+from dataparallel.comm.errors import CollectiveError
+from dataparallel.comm.failures import failures_of, shared_store
 from dataparallel.comm.link import ProcessLink
 from dataparallel.monitor import StepMonitor
 from dataparallel.tools.monitor import recording

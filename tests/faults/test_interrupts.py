@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel.collectives import LocalGroup, all_reduce
 from dataparallel.comm import link
-from dataparallel.comm.failures import CollectiveError, failures_of
+from dataparallel.comm.errors import CollectiveError
+from dataparallel.comm.failures import failures_of
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 from tests.faults.leaks import replica_threads

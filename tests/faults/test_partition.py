@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
 from tests.faults import partition
 from tests.faults.harness import Figures
 

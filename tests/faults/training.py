@@ -26,7 +26,7 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel import checkpoint
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
 from dataparallel.extras.checkpoint import CheckpointError
 
 ROOT = pathlib.Path(__file__).parents[2]

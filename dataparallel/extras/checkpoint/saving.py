@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dataparallel import devices as _devices
-from dataparallel.comm.failures import CollectiveFailure, CollectiveTimeout
+from dataparallel.comm.errors import CollectiveFailure, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink, parent_group
 from dataparallel.extras.checkpoint import directory as _directory
 from dataparallel.extras.checkpoint.directory import CheckpointError, Path

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dataparallel as dp
-from dataparallel.comm.failures import CollectiveError, CollectiveTimeout
+from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
 from tests.cluster import RankDied
 from tests.gpu.report.subject import in_processes, table
 
