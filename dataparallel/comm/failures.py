@@ -522,7 +522,8 @@ def telling_failures(doing: str = "the training loop") -> Iterator[None]:
 
     If your own code raises, for example in a loader, and the process lives on, the others wait for
     it. Within the block they raise an error within a second, with the message and the traceback.
-    They also learn of an exception that nobody catches, without the block. Processes of
+    They also learn of an exception that nobody catches, without the block, as soon as this process
+    has called :func:`~dataparallel.init_process_group` or made a wrapper. Processes of
     ``multiprocessing`` and ``torch.multiprocessing.spawn`` catch all exceptions; there the others
     only see, on the same machine, that the process has ended.
 
