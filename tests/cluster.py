@@ -38,8 +38,8 @@ import dataparallel.virtual
 from tests import forkserver
 from tests.device_only import backend as device_only
 
-#: Seconds that a worker may take to start: it imports torch, and many may start at once.
-STARTUP = 120.0
+#: Seconds that a worker may take to start: many may start at once, and the first one compiles.
+STARTUP = 600.0
 
 #: The environment variable for another number of virtual devices than four.
 VIRTUAL_DEVICES = "DATAPARALLEL_TESTS_VIRTUAL_DEVICES"
@@ -124,7 +124,7 @@ class Cluster:
         function: Callable[..., Any],
         world_size: int,
         *args: object,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         expect_errors: bool = False,
         init_group: bool = True,
         virtual: bool = False,

@@ -16,8 +16,8 @@ from dataparallel.tools.bench import harness
 from tests import forkserver
 from tests.cluster import Cluster
 
-# The option --faults, and the fixtures of tests of faults.
-pytest_plugins = ["tests.faults.harness"]
+# The options --faults and --all-cases, and the fixtures of tests of faults.
+pytest_plugins = ["tests.faults.harness", "tests.pairs"]
 
 # Uses of memory that no wait orders are errors: in the processes that tests start, too.
 os.environ.setdefault("DATAPARALLEL_VIRTUAL_RACES", "1")
@@ -35,11 +35,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what only hardware can show."""
+    """Skip what only hardware can show; give time to those that compile."""
     gpus = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
+        # The first of them compiles an extension; on a busy machine that takes minutes.
+        if item.path.parent.name in ("device_only", "distributed_autograd"):
+            item.add_marker(pytest.mark.timeout(900))
         marker = item.get_closest_marker("multi_gpu")
         if marker and gpus < marker.args[0]:
             reason = f"needs {marker.args[0]} NVIDIA GPUs; this machine has {gpus}"

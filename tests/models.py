@@ -6,8 +6,14 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+import dataparallel as dp
+
+#: Runs a test with each wrapper.
+WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 
 
 class Calls(nn.Module):

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dataparallel as dp
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, grads, wrap
-from tests.models import assert_all_close
-
-WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+from tests.models import WRAPPERS, assert_all_close
 
 
 def made(device: str, function: Callable[..., Tensor]) -> Any:
@@ -130,6 +128,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", [1, 3])
@@ -151,6 +150,7 @@ def test_results_are_those_of_the_bare_module(
     model.close()
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("name", ["means", "samples", "beside model.loss"])
 def test_gradients_that_are_returned_and_those_of_gradients(
@@ -262,6 +262,7 @@ def _with_containers(device: str) -> Any:
     return net
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("clears", [True, False])
@@ -317,6 +318,7 @@ def _of_no_sample(net: Any, x: Tensor) -> Tensor:
     return output
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_result_without_samples_is_an_error_if_somebody_uses_it(
@@ -354,6 +356,7 @@ def test_a_result_that_replicas_leave_differently_is_an_error_if_somebody_uses_i
         (output.sum() + net.parts[0]).backward()
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_result_that_all_replicas_have_alike(slots: list[str], wrapper: Any, count: int) -> None:
@@ -399,6 +402,7 @@ def _keeping(
     return net, wrapper(net, slots[:2])
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("grad", [True, False])
@@ -426,6 +430,7 @@ SILENT: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
 }
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("kind", SILENT)
 def test_what_is_the_same_in_all_replicas_is_not_warned_of(

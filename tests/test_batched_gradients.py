@@ -14,8 +14,7 @@ from torch.autograd import functional, grad, gradcheck, gradgradcheck
 import dataparallel as dp
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, two_layers
-
-WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+from tests.models import WRAPPERS
 
 
 def used(module: Any) -> list[Tensor]:
@@ -53,6 +52,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("way", WAYS)
 def test_several_replicas_refuse_them(slots: list[str], wrapper: Any, way: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel import DataParallel, DistributedDataParallel, collectives, devices, virtual
 from dataparallel.virtual import device_module
-from tests.models import assert_all_close
+from tests.models import WRAPPERS, assert_all_close
 
 NUM_DEVICES, STEPS = 3, 2
 DEVICES = [torch.device("virtual", index) for index in range(NUM_DEVICES)]
@@ -193,19 +193,20 @@ def copy_stream(index: int) -> torch.Stream:
 
 
 #: The streams that do their work at once.
-SCHEDULES: list[Callable[[], list[torch.Stream]]] = [
-    list,
-    lambda: [default_stream(0)],
-    lambda: [default_stream(1), default_stream(2)],
-    lambda: [copy_stream(0), default_stream(1), copy_stream(2)],
-    lambda: list(map(own_stream, DEVICES)),
-]
+SCHEDULES: dict[str, Callable[[], list[torch.Stream]]] = {
+    "none": list,
+    "home": lambda: [default_stream(0)],
+    "others": lambda: [default_stream(1), default_stream(2)],
+    "copies": lambda: [copy_stream(0), default_stream(1), copy_stream(2)],
+    "own": lambda: list(map(own_stream, DEVICES)),
+}
+SCHEDULED = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 @contextlib.contextmanager
-def at_once(streams: list[torch.Stream]) -> Iterator[None]:
-    """Let a thread run what comes on some streams."""
-    stop = threading.Event()
+def strict_but(schedule: str) -> Iterator[None]:
+    """All streams defer, but for those of a schedule: a thread runs what comes on them."""
+    streams, stop = SCHEDULES[schedule](), threading.Event()
 
     def run() -> None:
         while not stop.is_set():
@@ -217,7 +218,8 @@ def at_once(streams: list[torch.Stream]) -> Iterator[None]:
     if streams:
         thread.start()
     try:
-        yield
+        with virtual.strict_mode():
+            yield
     finally:
         stop.set()
         if streams:
@@ -240,11 +242,13 @@ def in_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(work).result()
 
 
+@pytest.mark.in_pairs
+@SCHEDULED
 @pytest.mark.parametrize(
     ("order", "sides"), [(FIRST[i % 2], sides) for i, sides in enumerate(SIDES)], ids=str
 )
 @pytest.mark.parametrize("name", CASES)
-def test_training(name: str, order: Sequence[int], sides: Sequence[int]) -> None:
+def test_training(name: str, order: Sequence[int], sides: Sequence[int], schedule: str) -> None:
     wraps, makes, loss_of = CASES[name]
     places = [DEVICES[index] for index in order]
     torch.manual_seed(2)
@@ -263,13 +267,12 @@ def test_training(name: str, order: Sequence[int], sides: Sequence[int]) -> None
                 if hasattr(model, "close"):
                     model.close()
 
-    for schedule in SCHEDULES:
-        with virtual.strict_mode(), at_once(schedule()):
-            got = in_thread(work)
-        assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
+    with strict_but(schedule):
+        got = in_thread(work)
+    assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@WRAPPERS
 def test_gradients_come_on_the_streams_of_their_leaves_in_each_forward(wrapper: Any) -> None:
     """Otherwise torch warns, and a capture of the whole step would fail."""
 
@@ -287,9 +290,11 @@ def test_gradients_come_on_the_streams_of_their_leaves_in_each_forward(wrapper: 
         torch.set_warn_always(False)
 
 
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.in_pairs
+@SCHEDULED
+@WRAPPERS
 @pytest.mark.parametrize("sides", SIDES, ids=str)
-def test_threads_of_a_server(wrapper: Any, sides: Sequence[int]) -> None:
+def test_threads_of_a_server(wrapper: Any, sides: Sequence[int], schedule: str) -> None:
     """Each request has a thread with streams of its own, and leaves it as it was."""
     bare = net()
     model = wrapper(copy.deepcopy(bare).to(DEVICES[0]), DEVICES)
@@ -302,10 +307,9 @@ def test_threads_of_a_server(wrapper: Any, sides: Sequence[int]) -> None:
         assert [device_module.current_stream(i) for i in range(NUM_DEVICES)] == streams
         return result
 
-    for schedule in SCHEDULES:
-        with virtual.strict_mode(), at_once(schedule()), ThreadPoolExecutor(4) as pool:
-            got = list(pool.map(answer, requests))
-        assert_all_close(got, map(bare, requests), rtol=1e-3, atol=1e-5)
+    with strict_but(schedule), ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(answer, requests))
+    assert_all_close(got, map(bare, requests), rtol=1e-3, atol=1e-5)
     model.close()
 
 
@@ -330,12 +334,16 @@ def twice_gradients(model: nn.Module) -> list[Tensor]:
     return [grad * 2 for grad in grads]
 
 
+@pytest.mark.in_pairs
+@SCHEDULED
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize(
     "wrap", [as_is, DataParallel, to_the_host, DistributedDataParallel, guarded]
 )
 @pytest.mark.parametrize("sides", SIDES, ids=str)
-def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequence[int]) -> None:
+def test_a_backward_on_other_streams_than_its_forward(
+    wrap: Wrap, sides: Sequence[int], schedule: str
+) -> None:
     bare = net()
 
     def work(wrap: Wrap, places: Devices, sides: Sequence[int]) -> list[Tensor]:
@@ -365,7 +373,6 @@ def test_a_backward_on_other_streams_than_its_forward(wrap: Wrap, sides: Sequenc
         return [t.detach().cpu() for t in (*results, *model.parameters())]
 
     expected = work(as_is, [torch.device("cpu")], ())
-    for schedule in SCHEDULES:
-        with virtual.strict_mode(), at_once(schedule()):
-            got = in_thread(functools.partial(work, wrap, DEVICES, sides))
-        assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
+    with strict_but(schedule):
+        got = in_thread(functools.partial(work, wrap, DEVICES, sides))
+    assert_all_close(got, expected, rtol=1e-3, atol=1e-5)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, virtual
+from dataparallel import DataParallel, virtual
+from tests.models import WRAPPERS
 
 DEVICES = ["virtual:0", "virtual:1"]
-WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 
 Wrapper = Callable[..., nn.Module]
 
@@ -132,6 +132,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("looks_before", [1, 3])
 @WRAPPERS
@@ -224,6 +225,7 @@ def write(module: nn.Module) -> None:
         parameter.data.mul_(1.5)
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("grad", [True, False])

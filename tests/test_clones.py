@@ -16,11 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, current_replica, replicate, virtual
-from tests.models import assert_all_close, compare, grads_of, placed
-
-WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
-
+from dataparallel import DataParallel, current_replica, replicate, virtual
+from tests.models import WRAPPERS, assert_all_close, compare, grads_of, placed
 
 # --- wrapped equals bare, whatever the module is ---------------------------------------------
 
@@ -76,6 +73,7 @@ class Refers(nn.Module):
         return y.tanh() + method(x) * self.scales[self.first]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     "build",
@@ -197,6 +195,7 @@ class Bad(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize(
     ("how", "match"),
@@ -269,6 +268,7 @@ def test_a_step_that_another_thread_is_taking_is_not_the_replicas_doing(
 # --- how long things live --------------------------------------------------------------------
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("buffers", ["replica0", "mean", "sync"])
 def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
@@ -322,6 +322,7 @@ def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
 # --- buffers; see test_replica_buffers.py, too ------------------------------------------------
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_forward_that_failed_leaves_no_statistics_behind(

@@ -386,7 +386,7 @@ def test_a_process_that_fails_releases_the_others_at_once(cluster: Cluster) -> N
 
 
 def stay_away(rank: int, world_size: int) -> list[Any]:
-    group = HybridGroup(timeout=0.5)
+    group = HybridGroup(timeout=2.0)
     works = [total(rank, group)]
     errors = []
     if rank == 1:
@@ -405,7 +405,7 @@ def test_a_process_that_stays_away_is_named(cluster: Cluster) -> None:
     (late, works), (waited, others) = cluster.run(stay_away, 2)
     assert waited[0][0] == "CollectiveTimeout"
     assert "plans for all_reduce(op='sum') of float32 ()" in waited[0][1]
-    assert "rank 0 did not come" in waited[0][1] and "within 0.5" in waited[0][1]
+    assert "rank 0 did not come" in waited[0][1] and "within 2" in waited[0][1]
     assert late[0][0] in ("CollectiveError", "CollectiveTimeout")
     for pair in zip(works, others, strict=True):
         check_works(pair)

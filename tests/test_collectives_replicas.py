@@ -357,6 +357,7 @@ def compare(
     assert_all_close(results[1], results[0])
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("kinds", KINDS)
 def test_three_steps(wrap: Callable[..., Any], places: list[str], kinds: str) -> None:
     bare, model, x = pair(wrap, places, kinds)
@@ -372,6 +373,7 @@ def test_three_steps(wrap: Callable[..., Any], places: list[str], kinds: str) ->
             assert_all_close([model(x)], [bare(x)])
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("samples", [9, 3, 1])
 def test_uneven_chunks(wrap: Callable[..., Any], places: list[str], samples: int) -> None:
     bare, model, x = pair(wrap, places, "reduce extremum")
@@ -395,6 +397,7 @@ def test_torch_autograd_grad_and_second_gradients(
     assert_all_close(results[1], results[0])
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_wrapper(
     wrap: Callable[..., Any], places: list[str], reentrant: bool

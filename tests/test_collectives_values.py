@@ -101,6 +101,7 @@ def test_values_between_replicas(place: str, size: int) -> None:
                 assert not cases.check(case, found, mine, xs, 0), (name, slots)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["sum", "avg", "product"])
 @pytest.mark.parametrize("place", PLACES)
@@ -117,6 +118,7 @@ def test_all_replicas_get_the_same_bits(place: str, op: str, dtype: torch.dtype)
         assert torch.equal(y.cpu(), total)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("size", [2, 50_000])
 @pytest.mark.parametrize("place", PLACES)

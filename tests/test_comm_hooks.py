@@ -497,6 +497,7 @@ def _sparse(rank: int, world_size: int, replicas: int, average: Any, kind: str) 
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("average", ["processes", "samples"])
 @pytest.mark.parametrize("kind", ["allreduce", "own"])

@@ -24,10 +24,10 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dataparallel import DataParallel, DistributedDataParallel, torch_internals
+from dataparallel import DataParallel, torch_internals
 from dataparallel.threads.apply import apply_replicas, parallel_apply
 from dataparallel.threads.workers import WorkerPools
-from tests.models import assert_all_close, compare, grads_of, twins
+from tests.models import WRAPPERS, assert_all_close, compare, grads_of, twins
 
 CPU = torch.device("cpu")
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="default")
@@ -290,7 +290,7 @@ def test_checkpoint_around_the_wrapper_keeps_what_the_replicas_save(slots: list[
         assert calls == [2] * times
 
 
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@WRAPPERS
 @pytest.mark.parametrize("slots", [["cpu"] * 2, ["virtual:0", "virtual:1"]], ids=str)
 def test_after_an_error_within_checkpoints(wrapper: Callable[..., Any], slots: list[str]) -> None:
     """torch's hooks stay in the thread that met the error until somebody leaves the checkpoint."""

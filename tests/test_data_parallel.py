@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, DistributedDataParallel, data_parallel
-from tests.models import assert_all_close, twins
+from tests.models import WRAPPERS, assert_all_close, twins
 
-WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 CPUS = ["cpu", "cpu"]
 
 

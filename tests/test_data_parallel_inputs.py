@@ -137,6 +137,7 @@ def test_transforms_are_refused_between_several_replicas(slots: list[str]) -> No
         torch.testing.assert_close(grad_of(allowed)(x), grad_of(module)(x))
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("where", ["input", "targets", "parameter", "attribute", "closure"])
 @pytest.mark.parametrize(
     ("wrapper", "options", "count"),
@@ -224,6 +225,7 @@ def results_of(module: nn.Module, *inputs: Any) -> list[Tensor | None]:
     return [*outputs, *grads_of(module)]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("wrapper", BOTH)
 @pytest.mark.parametrize("out_dims", [(0, 1), [0, (1, -2)], {1: 1}, {1: {0: 1, 1: 1}}])
 def test_states_of_an_lstm(slots: list[str], wrapper: Any, out_dims: Any) -> None:

@@ -211,7 +211,7 @@ def test_kinds_of_buffers(cluster: Cluster) -> None:
 
 
 def _waits(rank: int, world_size: int) -> tuple[str, list[int]]:
-    model = wrap(Net(rank), 2, timeout=0.5)
+    model = wrap(Net(rank), 2, timeout=2.0)
     link = model._training.processes.buckets
     counts = [link.launched.total()]
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_one_message_for_all_and_an_end_to_waiting_for_it(cluster: Cluster) -> N
     (_, counts), (message, others) = cluster.run(_waits, 2)
     assert counts == others == [1, 2]
     assert "rank 1: broadcast of buffers of rank 0" in message
-    assert re.search(r"within 0\.[5-9]", message)
+    assert re.search(r"within 2(\.\d+)? s", message)
 
 
 # --- statistics of the whole batch ---------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_instance_norm_tracks_the_samples_of_all_processes(cluster: Cluster) -> 
 def _stay_away(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"do not go together.*average='none'"):
         wrap_module(norms(), 1, buffers="sync", average="samples")
-    model = wrap_module(norms(), 1, buffers="sync", timeout=0.5)
+    model = wrap_module(norms(), 1, buffers="sync", timeout=2.0)
     x = torch.ones(2, 2).double()
     if rank == 0:
         with pytest.raises(CollectiveTimeout, match="rank 1 did not come"):

@@ -139,7 +139,7 @@ def test_copies_are_made_alone_and_train_together(cluster: Cluster, name: str) -
 def _alone(rank: int, world_size: int) -> bytes:
     """Copy a wrapper in one process while the others wait, as far as that is possible."""
     net = make_net()
-    model: Any = dp.DistributedDataParallel(net, ["cpu"], timeout=0.5)
+    model: Any = dp.DistributedDataParallel(net, ["cpu"], timeout=2.0)
     with model.join():
         backward(model, rank)
         within, again = copy.deepcopy(model), copy.deepcopy(model)

@@ -24,6 +24,7 @@ VIEWS = pytest.mark.parametrize("view", [False, True], ids=["steal", "view"])
 # --- backwards that fail -------------------------------------------------------------------------
 
 
+@pytest.mark.in_pairs
 @VIEWS
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["replica 0", "replica 1", "between", "a hook"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.virtual import device_module as virtual
 from tests.cluster import Cluster
+from tests.models import WRAPPERS
 
 SLOTS = [f"virtual:{i}" for i in range(3)]
 #: No device may hold more than this times the memory of the bare module with one chunk. That, and
@@ -81,7 +82,7 @@ def test_no_device_holds_more_than_the_bare_module_on_one_chunk(
     assert max(others) <= MOST * stateless
 
 
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@WRAPPERS
 def test_the_outputs_of_replicas_are_gone_once_they_are_gathered(wrapper: Any) -> None:
     net = nn.Linear(4, 4096)
     model = wrapper(net.to(SLOTS[0]), SLOTS)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.utils.data import DataLoader, TensorDataset
 
-from dataparallel import DataParallel, DistributedDataParallel
-from tests.models import assert_all_close
+from dataparallel import DataParallel
+from tests.models import WRAPPERS, assert_all_close
 
 
 def net(device: str) -> nn.Sequential:
@@ -20,7 +20,7 @@ def net(device: str) -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("accelerate_anew")
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@WRAPPERS
 def test_accelerate_keeps_the_signature_and_unwraps(wrapper: Any) -> None:
     from accelerate import Accelerator
     from accelerate.utils import extract_model_from_parallel

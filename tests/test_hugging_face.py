@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 import dataparallel as dp
 from tests.launched import launched
-from tests.models import assert_all_close, grads_of
+from tests.models import WRAPPERS, assert_all_close, grads_of
 from tests.test_docstrings import ROOT
 
 Make = Callable[[], nn.Module]
 Weight = Callable[..., Tensor | None]
-WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 #: The part of each sequence that is no padding.
 LENGTHS = (9, 2, 3, 7, 1)
 

@@ -18,6 +18,7 @@ import dataparallel as dp
 from dataparallel import devices
 from dataparallel.comm import links
 from dataparallel.tools import cli
+from tests.models import WRAPPERS
 
 DEVICES = [torch.device("virtual", index) for index in range(3)]
 
@@ -47,9 +48,6 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with contextlib.suppress(KeyError):
         monkeypatch.delenv(links.SWITCH)
     yield
-
-
-WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 
 
 @WRAPPERS

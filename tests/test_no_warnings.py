@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dataparallel as dp
 from dataparallel import Replicate, collectives, gather, scatter
 from tests.cluster import Cluster
-from tests.models import Calls
+from tests.models import WRAPPERS, Calls
 
 SLOTS = ["virtual:0", "virtual:1"]
 
@@ -41,7 +41,7 @@ def multiply(x: Tensor, slots: list[str]) -> Tensor:
 
 
 # With torch 2.11 a leaf's gradient comes from the stream of another device.
-@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+@WRAPPERS
 @pytest.mark.parametrize("home", SLOTS)
 def test_in_training(wrapper: Callable[..., Any], home: str) -> None:
     layers = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3, dtype=torch.float64)}

@@ -161,6 +161,7 @@ def _inject(
     return contaminated, unnamed
 
 
+@pytest.mark.in_pairs
 @VIEWS
 @pytest.mark.parametrize("action", ["skip", "raise"])
 @pytest.mark.parametrize("replicas", [1, 3])

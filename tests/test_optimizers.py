@@ -52,6 +52,7 @@ CASES: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("kind", ["sharded", "in backward", "torch's in backward"])
 @pytest.mark.parametrize(
     ("optimizer_class", "arguments"), CASES, ids=[f"{c.__name__}-{k}" for c, k in CASES]
@@ -142,6 +143,7 @@ def test_hooks_of_an_optimizer_run_as_those_of_the_plain_one(slots: list[str], k
     twins.step()
 
 
+@pytest.mark.in_pairs
 @OURS
 @pytest.mark.parametrize("optimizer_class", [ADAMW, torch.optim.Adagrad, SGD])
 def test_checkpoints_go_to_and_fro(slots: list[str], kind: Kind, optimizer_class: Any) -> None:
@@ -171,6 +173,7 @@ def test_checkpoints_go_to_and_fro(slots: list[str], kind: Kind, optimizer_class
         assert {t.device for t in tensors} == {twins.ours.device_of(p)}
 
 
+@pytest.mark.in_pairs
 @OURS
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_are_independent_and_go_on(
@@ -448,6 +451,7 @@ def test_closures_are_called_once_with_gradients_enabled(slots: list[str]) -> No
     twins.assert_equal()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler(slots: list[str], fused: bool, unscale: bool) -> None:

@@ -119,6 +119,7 @@ def test_modules(slots: list[str], name: str) -> None:
     assert_same_step(net.to(slots[0]), slots, x)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (3, 2, 1, 0), (2,)])
 @pytest.mark.parametrize("samples", [1, 3, 20])
 def test_orders_of_devices_and_small_batches(
@@ -224,6 +225,7 @@ def test_subclasses_override_the_four_steps(slots: list[str]) -> None:
     assert steps == ["scatter", "replicate", "parallel_apply", "gather"]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("container", [list, tuple])
 @pytest.mark.parametrize("detach", [False, True])
 def test_replicate(slots: list[str], container: Any, detach: bool) -> None:

@@ -149,6 +149,7 @@ class Derived(nn.Module):
         return result
 
 
+@pytest.mark.in_pairs
 @both
 @everywhere
 @derivatives

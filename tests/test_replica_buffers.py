@@ -19,8 +19,8 @@ from dataparallel import (
     devices,
     virtual,
 )
+from tests.models import WRAPPERS
 
-WRAPPERS = pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
 TWO = ["virtual:0", "virtual:1"]
 
 
@@ -106,6 +106,7 @@ def run(model: Any, number: int = 2, size: int = 8) -> None:
             torch.accelerator.synchronize(device)
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize("write", [in_place, anew])
 @pytest.mark.parametrize("buffers", ["replica0", "mean"])
@@ -127,6 +128,7 @@ def test_the_module_gets_what_the_policy_says(
 RUNNING = "'tracks.running_mean', 'tracks.running_var'"
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize(
     ("wrapper", "slots"),
     [
@@ -241,6 +243,7 @@ def test_no_forward_waits_for_a_device(wrapper: Any) -> None:
 # --- batch norm ----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_pairs
 @WRAPPERS
 @pytest.mark.parametrize(
     ("buffers", "kind", "replicas", "lines"),

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel.monitor import StepMonitor
 from tests.cluster import Cluster
-from tests.models import assert_all_close, grads_of
+from tests.models import WRAPPERS, assert_all_close, grads_of
 
-WRAPPERS = pytest.mark.parametrize(
-    "wrapper", [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
-)
 DEVICES = ["virtual:0", "virtual:1", "virtual:2"]
 
 

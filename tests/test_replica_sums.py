@@ -49,6 +49,7 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize(
     ("place", "dtype"), [*zip(PLACES, [torch.bfloat16, torch.float16] * 2, strict=True)]
 )
@@ -97,6 +98,7 @@ class Tables(nn.Module):
         return total
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("wrapper", ["DataParallel", "DistributedDataParallel"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(

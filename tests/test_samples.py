@@ -17,9 +17,8 @@ from dataparallel.batch import tree
 from dataparallel.batch.scatter import scatter, scatter_kwargs
 from dataparallel.batch.tree import flatten
 from tests.cluster import Cluster
-from tests.models import Calls, assert_all_close, grads_of, twins
+from tests.models import WRAPPERS, Calls, assert_all_close, grads_of, twins
 
-BOTH = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 CPUS = ["cpu", "cpu"]
 
 
@@ -169,7 +168,7 @@ class Takes(nn.Linear):
         return super().forward(x)
 
 
-@BOTH
+@WRAPPERS
 def test_no_later_batch_is_refused_by_chance(wrapper: Any) -> None:
     net = Takes()
     model = wrapper(net, CPUS)
@@ -223,7 +222,8 @@ def detections(count: int, device: str) -> tuple[list[Tensor], list[dict[str, An
     return images, [{"boxes": box.to(device), "name": f"{i}"} for i, box in enumerate(boxes)]
 
 
-@BOTH
+@pytest.mark.in_pairs
+@WRAPPERS
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_detector(slots: list[str], wrapper: Any, count: int) -> None:
     bare, net = twins(Detector, slots[0])
@@ -243,7 +243,7 @@ def test_a_detector(slots: list[str], wrapper: Any, count: int) -> None:
     assert_all_close([one["boxes"] for one in found], [one["boxes"] for one in expected])
 
 
-@BOTH
+@WRAPPERS
 @pytest.mark.filterwarnings("ignore")
 def test_faster_rcnn(wrapper: Any) -> None:
     detection = pytest.importorskip("torchvision.models.detection")
@@ -287,7 +287,7 @@ def _matched(output: Tensor, targets: Any) -> Tensor:
     return torch.stack(terms).mean()
 
 
-@BOTH
+@WRAPPERS
 def test_targets_that_are_a_list(slots: list[str], wrapper: Any) -> None:
     bare, net = twins(lambda: nn.Linear(2, 4), slots[0])
     model = wrapper(net, slots[:3], in_dims={"targets": "samples"})
@@ -394,7 +394,8 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Any, bool]] = {
 }
 
 
-@BOTH
+@pytest.mark.in_pairs
+@WRAPPERS
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs_by_samples(
     wrapper: Any, name: str, slots: list[str], caplog: pytest.LogCaptureFixture
@@ -540,7 +541,7 @@ class OnGraphs(nn.Linear):
         return torch.stack([super(OnGraphs, self).forward(nodes).sum(0) for nodes in graphs]), batch
 
 
-@BOTH
+@WRAPPERS
 @pytest.mark.parametrize("kind", [Graphs, GraphLists])
 @pytest.mark.usefixtures("registry")
 def test_registered_objects(slots: list[str], wrapper: Any, kind: Any) -> None:
@@ -607,7 +608,7 @@ def test_what_a_registered_class_says_itself() -> None:
 # --- nested tensors -------------------------------------------------------------------------------
 
 
-@BOTH
+@WRAPPERS
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_nested_tensors(wrapper: Any, requires_grad: bool) -> None:
     bare, net = twins(lambda: nn.Linear(2, 4), "cpu")
@@ -643,7 +644,7 @@ def test_nested_tensors(wrapper: Any, requires_grad: bool) -> None:
         (lambda: nn.Sequential(nn.RNNCell(4, 4), nn.Linear(4, 4)), ""),
     ],
 )
-@BOTH
+@WRAPPERS
 def test_layers_that_take_time_first(
     wrapper: Any, build: Any, names: str, caplog: pytest.LogCaptureFixture
 ) -> None:

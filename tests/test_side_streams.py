@@ -174,15 +174,21 @@ def compare(wrap: Any, modules: list[nn.Module], step: Callable[..., None], firs
         model.close()
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("first", "fresh"), [(0, True), (1, False)])
 @pytest.mark.parametrize("on", [(0,), (1,), EACH], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("wrap", [DataParallel, to_the_host, DistributedDataParallel])
 def test_gradients_of_a_module_that_computes_on_side_streams(
-    wrap: Any, name: str, on: Collection[int], step: Callable[..., None]
+    wrap: Any,
+    name: str,
+    on: Collection[int],
+    first: int,
+    fresh: bool,
+    step: Callable[..., None],
 ) -> None:
-    for first, fresh in ((0, True), (1, False)):
-        compare(wrap, [MODULES[name](on, fresh=fresh)], step, first)
+    compare(wrap, [MODULES[name](on, fresh=fresh)], step, first)
 
 
 @pytest.mark.parametrize("on", [(0,), (1,), EACH], ids=str)

@@ -411,6 +411,21 @@ def test_no_room_has_more_lines_than_its_budget() -> None:
     }
 
 
+# --- tests -----------------------------------------------------------------------------------
+
+
+def test_the_table_of_tests_names_each_file() -> None:
+    tests = ROOT / "tests"
+    rows = re.findall(r"(?m)^\|.*", (tests / "README.md").read_text())
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", " ".join(rows))
+    assert len(named) == len({*named}), "a file has one row"
+    assert not [name for name in named if not (tests / name).exists()]
+    files = {path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
+    assert not {
+        name for name in files if name not in named and f"{name.split('/')[0]}/" not in named
+    }
+
+
 # --- prose -----------------------------------------------------------------------------------
 
 #: Words that open no docstring: a clause hides who acts. Those of ASIDE open no sentence at all.

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel, DistributedDataParallel, current_replica, parallel_apply
 from dataparallel.collectives import LocalGroup, SyncBatchNorm
 from tests.cluster import Cluster
-from tests.models import Calls, assert_all_close
+from tests.models import WRAPPERS, Calls, assert_all_close
 from tests.process_groups import new_group
 
 
@@ -88,7 +88,8 @@ def assert_same_state(left: nn.Module, right: nn.Module) -> None:
 # --- in the wrappers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.in_pairs
+@WRAPPERS
 @pytest.mark.parametrize(
     ("how", "num_slots"),
     [*((how, 4) for how in HOW), *((how, 1) for how in ("buffers", TORCHS[0], "hybrid"))],
@@ -138,6 +139,7 @@ def skipped(norm: nn.Module, x: Tensor) -> Any:
     return x if replica is not None and replica.index == 1 else norm(x)
 
 
+@pytest.mark.in_pairs
 @ALL
 @pytest.mark.parametrize(
     ("call", "message"),
@@ -192,6 +194,7 @@ class Scaled(nn.Sequential):
         return super().forward(x * self.scale)
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("options", "shape"), FORMS, ids=str)
 def test_torchs_layer_in_every_form(
@@ -241,6 +244,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize(
     ("shape", "options"),
     [*zip([(3,), (3, 4), (3, 2, 2, 2), (3, 1, 2, 1, 2)], OPTIONS, strict=True)],

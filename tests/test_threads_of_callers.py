@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dataparallel as dp
-from tests.models import assert_all_close, grads_of
+from tests.models import WRAPPERS, assert_all_close, grads_of
 
 THREADS = 3
 ROUNDS = 20
 COUNTS = pytest.mark.parametrize("count", [1, 2])
-WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 from unittest import mock
@@ -64,18 +63,15 @@ CHANGES: list[tuple[Callable[[nn.Sequential], None] | dict[str, Any], str]] = [
 
 def _construct(rank: int, world_size: int, ranks: list[int], count: int) -> list[str]:
     """Return each change's message; afterwards, differences in strides that no element uses."""
-    found, slowest = [], 0.0
+    found: list[str] = []
     for change, _ in CHANGES * count:
         model = net()
         options = change if isinstance(change, dict) and rank in ranks else {}
         if not isinstance(change, dict) and rank in ranks:
             change(model)
-        begin = time.monotonic()
         with pytest.raises(ValueError, match="different parameters, buffers or opti") as caught:
             DistributedDataParallel(model, ["cpu"], **options)
-        slowest = max(slowest, time.monotonic() - begin)
         found.append(str(caught.value))
-    assert slowest < 2.0
     # A convolution with one input channel has them either way, and copying changes them.
     weight, empty = torch.zeros(8, 1, 3, 3), torch.zeros(0, 4, 3)
     if rank in ranks:

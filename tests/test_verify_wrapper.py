@@ -19,10 +19,9 @@ import dataparallel as dp
 from dataparallel.comm.errors import CollectiveError
 from dataparallel.parallel.differences import Verification
 from tests.cluster import Cluster
-from tests.models import Calls
+from tests.models import WRAPPERS, Calls
 
 CPU = ["cpu", "cpu"]
-WRAPPERS = [dp.DataParallel, dp.DistributedDataParallel]
 
 Forward = Callable[..., Any]
 
@@ -187,7 +186,7 @@ CAUSES: list[tuple[str, str, Callable[[], nn.Module], tuple[Any, ...], dict[str,
 ]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 @pytest.mark.parametrize(("kind", "remedy", "make", "given", "options"), CAUSES)
 @pytest.mark.filterwarnings("ignore:.*buffers.*")
 def test_the_cause_of_a_difference_and_its_remedy_are_named(
@@ -293,7 +292,7 @@ EQUAL: list[tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], dict
 ]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 @pytest.mark.parametrize(("make", "given", "options", "told"), EQUAL)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
 def test_what_is_equal(
@@ -372,7 +371,7 @@ def writes_all(net: Net, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("homes", [CPU, ["virtual:0", "virtual:1"]])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@WRAPPERS
 @pytest.mark.filterwarnings("ignore:.*buffers.*")
 def test_nothing_changes(wrapper: Any, homes: list[str]) -> None:
     net = Net(writes_all, drop=nn.Dropout(0.3))

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 
 import dataparallel as dp
 from tests.cluster import Cluster
-from tests.models import assert_all_close, grads_of, twins
-
-WRAPPERS = pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+from tests.models import WRAPPERS, assert_all_close, grads_of, twins
 
 
 class Labeled(nn.Module):
@@ -54,6 +52,7 @@ def labeled_batch(rank: int, lengths: list[int], device: str = "cpu") -> tuple[T
 # --- chunks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("masks", [False, True], ids=["ignore_index", "mask"])
 @pytest.mark.parametrize("lengths", [[6, 5, 4, 0, 0, 0, 0], [3], [0, 0, 2, 6]])
 @WRAPPERS

@@ -28,7 +28,6 @@ from tests.distributed_autograd.rpc_workers import (
     own_gradients,
 )
 
-PROGRAMS = 100
 #: The leaves of each worker, with their shapes.
 LEAVES = {"bias": (3,), "gain": (3,), "matrix": (3, 3), "table": (6, 3)}
 #: The results of calls in this process, and the number of runs of each function's backward here.
@@ -320,7 +319,12 @@ def compare(seed: int) -> None:
     everywhere(reset)
 
 
+@pytest.fixture
+def programs(repeats: Callable[..., int]) -> int:
+    return repeats(quick=40, long=1000)
+
+
 @pytest.mark.on_worker0
-def test_random_programs() -> None:
-    for seed in range(PROGRAMS):
+def test_random_programs(programs: int) -> None:
+    for seed in range(programs):
         compare(seed)

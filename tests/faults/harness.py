@@ -9,6 +9,7 @@ A quick run shows that nothing is broken; the figures come from a long one, of o
 from __future__ import annotations
 
 import datetime
+import os
 import pathlib
 from collections.abc import Callable
 
@@ -16,9 +17,9 @@ import pytest
 import torch
 
 #: Seconds that a quick test may take, and a long one, which repeats hundreds of times.
-_QUICK_LIMIT, _LONG_LIMIT = 60, 1800
+_QUICK_LIMIT, _LONG_LIMIT = 300, 1800
 
-#: Things may take so much longer in a quick run, beside which others run.
+#: Things may take so much longer in a quick run, for each process that wants the same core.
 _SOFT_FACTOR = 5.0
 
 _FOLDER = pathlib.Path(__file__).parents[2] / "out" / "faults"
@@ -68,8 +69,8 @@ class Figures:
     ) -> None:
         """Compare a figure with its limit, and keep it if this is a long run.
 
-        "s" and "%" get five times the limit in a quick run; counts ("failures", "steps") have to
-        be exact there, too.
+        "s" and "%" get five times the limit in a quick run, and more on a busy machine; counts
+        ("failures", "steps") have to be exact there, too.
         """
         sign = ">=" if at_least else "<="
         if self._long:
@@ -79,7 +80,7 @@ class Figures:
             with open(_FOLDER / "figures.md", "a") as file:
                 file.write(f"| {what} | {measured} | {today} | `pytest '{self._test}'` |\n")
         elif unit in ("s", "%"):
-            limit *= _SOFT_FACTOR
+            limit *= _SOFT_FACTOR * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         fine = value >= limit if at_least else value <= limit
         assert fine, f"{what}: {value:.6g} {unit}, and not {sign} {limit:g} {unit}"
 

@@ -24,6 +24,7 @@ from dataparallel.comm.failures import failures_of
 from tests.cluster import Cluster
 from tests.faults.harness import Figures
 from tests.faults.leaks import replica_threads
+from tests.models import WRAPPERS
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal"),
@@ -87,7 +88,7 @@ def interrupted(run: Callable[[], object], delay: float) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+@WRAPPERS
 def test_ctrl_c_at_any_moment(
     wrapper: Callable[..., Any], repeats: Callable[..., int], figures: Figures
 ) -> None:
