@@ -1,34 +1,21 @@
-"""The parts that benchmarks share: options, ours beside its peers as a table, a bar, JSON."""
+"""The parts that benchmarks share: options, phases, ours beside its peers as a table, JSON."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
-from dataparallel.tools.arguments import Parser, above_zero
 from dataparallel.tools.bench.command import add_rounds
-from dataparallel.tools.bench.harness import (
-    Outcome,
-    Spread,
-    geometric_mean,
-    largest,
-    ratios,
-    spread,
-)
-from dataparallel.tools.bench.runner import Report, agreement, met, new_table, span
+from dataparallel.tools.bench.harness import Outcome, Spread, geometric_mean, ratios, spread
+from dataparallel.tools.bench.runner import Report, agreement, new_table, span
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: Repetitions of something small beyond which more say nothing new.
 _ENOUGH = 200
-
-
-# --- results -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -39,7 +26,7 @@ class Line:
         section: The heading of the table.
         name: The name of the case within the section.
         seconds: By contestant, ``"ours"`` among them.
-        ratios: Ours / each peer, round by round; without peers that took no time.
+        ratios: Ours / each peer, round by round.
         right: True if all results were right.
         note: Other values to show.
     """
@@ -56,58 +43,79 @@ def compare(
     section: str, name: str, seconds: Mapping[str, Sequence[float]], right: bool, note: str = ""
 ) -> Line:
     """Compare ours with its peers round by round; each contestant has one figure per round."""
-    peers = {who: own for who, own in seconds.items() if who != "ours" and min(own) > 0.0}
+    peers = {who: ratios(seconds["ours"], own) for who, own in seconds.items() if who != "ours"}
     return Line(
-        section,
-        name,
-        {who: spread(own) for who, own in seconds.items()},
-        {who: ratios(seconds["ours"], own) for who, own in peers.items()},
-        right,
-        note,
+        section, name, {who: spread(own) for who, own in seconds.items()}, peers, right, note
     )
 
 
-def error_of(outcomes: Sequence[Outcome], phase: str) -> float:
-    """Return the largest error of a phase that any process found, before or after the rounds."""
-    said = [each["errors"] for one in outcomes for each in (*one.checked, *one.finished)]
-    return largest([errors[phase] for errors in said if phase in errors])
+def phase(who: str, section: str, name: str) -> str:
+    """Return the key of a contestant's seconds in a case, for contestants that share a process."""
+    return f"{who} | {section} | {name}"
 
 
-def means(lines: Sequence[Line]) -> dict[str, tuple[str, Spread]]:
-    """By section, its first peer and the geometric mean of ours / that peer over its lines."""
-    found = {}
-    for section in dict.fromkeys(line.section for line in lines):
-        own = [line.ratios for line in lines if line.section == section]
-        peer = next(iter(own[0]), "")
-        each = [some[peer] for some in own if peer in some]
-        # There is no mean if, for one, computation hides all of ours.
-        if each and all(one.low > 0.0 for one in each):
-            found[section] = peer, geometric_mean(each)
+def rounds_of(outcomes: Sequence[Outcome]) -> dict[tuple[str, str], dict[str, tuple[float, ...]]]:
+    """Return the seconds of each round, by section and name, and by contestant."""
+    found: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {}
+    for outcome in outcomes:
+        for key, seconds in outcome.seconds.items():
+            who, section, name = key.split(" | ")
+            found.setdefault((section, name), {})[who] = seconds
     return found
 
 
-def build_table(lines: Sequence[Line], title: str) -> Table:
-    """Return a line for each case, in the order of their sections."""
-    peers = list(dict.fromkeys(who for line in lines for who in line.seconds if who != "ours"))
+def wrong_cases(outcomes: Sequence[Outcome]) -> set[tuple[str, str]]:
+    """Return section and name of each case that any process found wrong, before or afterwards."""
+    said = [each for one in outcomes for each in (*one.checked, *one.finished)]
+    return {tuple(case) for each in said for case in each["wrong"]}
+
+
+def lines_of(outcomes: Sequence[Outcome]) -> list[Line]:
+    """Return a line for each case."""
+    wrong = wrong_cases(outcomes)
+    return [compare(*key, own, key not in wrong) for key, own in rounds_of(outcomes).items()]
+
+
+def report(
+    title: str, lines: Sequence[Line], arguments: argparse.Namespace, notes: Sequence[str]
+) -> Report:
+    """Report the measurements, with the geometric mean of ours / the first peer by section."""
+    sections = dict.fromkeys(line.section for line in lines)
+    lines = sorted(lines, key=lambda line: list(sections).index(line.section))
+    means = {}
+    for section in sections:
+        own = [line.ratios for line in lines if line.section == section]
+        means[section] = next(iter(own[0])), geometric_mean(each[next(iter(each))] for each in own)
+    rounds = f"medians of {arguments.rounds} interleaved rounds; means are geometric"
+    return Report(
+        [
+            _table(lines, title),
+            *(f"{section}: mean of ours / {peer} {mean.median:.3f} ({span(mean)})"
+              for section, (peer, mean) in means.items()),
+        ],
+        [f"{rounds}; ✓ all results are right", *notes],
+        {"lines": lines},
+        all(line.right for line in lines),
+    )  # fmt: skip
+
+
+def _table(lines: Sequence[Line], title: str) -> Table:
+    peers = list(dict.fromkeys(who for line in lines for who in line.ratios))
     of_peers = [heading for peer in peers for heading in (peer, f"ours\n/{peer}", "min..max")]
-    notes = [""] if any(line.note for line in lines) else []
-    table = new_table(title, "ours", "min..max", *of_peers, *notes)
-    before = None
-    for line in lines:
-        if line.section != before:
-            before = line.section
+    table = new_table(title, "ours", "min..max", *of_peers, "")
+    for number, line in enumerate(lines):
+        if number == 0 or line.section != lines[number - 1].section:
             table.add_section()
-            table.add_row(Text(before, style="bold"))
-        cells = list(duration(line.seconds["ours"]))
-        for peer in peers:
-            theirs, ratio = line.seconds.get(peer), line.ratios.get(peer)
-            cells.append(duration(theirs)[0] if theirs else "")
-            cells += [f"{ratio.median:.2f}", span(ratio)] if ratio else ["", ""]
-        table.add_row(agreement(f"  {line.name}", line.right), *cells, *([line.note] * len(notes)))
+            table.add_row(Text(line.section, style="bold"))
+        cells = list(_duration(line.seconds["ours"]))
+        for ratio, theirs in ((line.ratios.get(who), line.seconds.get(who)) for who in peers):
+            known = ratio and theirs and (_duration(theirs)[0], f"{ratio.median:.2f}", span(ratio))
+            cells += known or ("", "", "")
+        table.add_row(agreement(f"  {line.name}", line.right), *cells, line.note)
     return table
 
 
-def duration(seconds: Spread) -> tuple[str, str]:
+def _duration(seconds: Spread) -> tuple[str, str]:
     """Return a median with its unit, and the range in the same unit."""
     units = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
     unit, scale = next((each for each in units if seconds.median >= each[1]), units[-1])
@@ -117,13 +125,10 @@ def duration(seconds: Spread) -> tuple[str, str]:
     return f"{median} {unit}", f"{low}..{high}"
 
 
-# --- the command line --------------------------------------------------------------------------
-
-
-def new_parser(name: str, summary: str, examples: Sequence[str]) -> Parser:
+def new_parser(name: str, summary: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have; its help ends with examples."""
     command = f"python -m benchmarks.{name}"
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog=command,
         description=summary,
         epilog="\n".join(["examples:", *(f"  {command} {each}".rstrip() for each in examples)]),
@@ -133,18 +138,7 @@ def new_parser(name: str, summary: str, examples: Sequence[str]) -> Parser:
     return parser
 
 
-def add_bar(parser: Parser) -> None:
-    """Add the option that makes a run fail if ours takes too long."""
-    parser.add_argument(
-        "--bar",
-        type=above_zero,
-        metavar="R",
-        help="upper limit of ours / the first peer, the geometric mean of each section; exit with "
-        "status 1 if it is missed",
-    )
-
-
-def main(parser: Parser, run: Callable[[argparse.Namespace], int]) -> int:
+def main(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> int:
     """Parse the words of the command line and run; what cannot be measured is wrong usage."""
     arguments = parser.parse_args()
     try:
@@ -153,50 +147,9 @@ def main(parser: Parser, run: Callable[[argparse.Namespace], int]) -> int:
         parser.error(str(error))
 
 
-def report(
-    title: str, lines: Sequence[Line], arguments: argparse.Namespace, notes: Sequence[str]
-) -> Report:
-    """Report the measurements, and if all is right and no bar is missed."""
-    found = means(lines)
-    bar = arguments.bar
-    missed = [section for section, (_, mean) in found.items() if bar and mean.median > bar]
-    told = []
-    for section, (peer, mean) in found.items():
-        text = Text(f"{section}: mean of ours / {peer} {mean.median:.3f} ({span(mean)})")
-        if bar:
-            text.append("  bar ").append_text(met(bar, section not in missed))
-        told.append(text)
-    rounds = f"medians of {arguments.rounds} interleaved rounds; means are geometric"
-    content = {
-        "lines": lines,
-        "means": {section: mean for section, (_, mean) in found.items()},
-        "missed": missed,
-    }
-    return Report(
-        [build_table(lines, title), *told],
-        [f"{rounds}; ✓ all results are right", *notes],
-        content,
-        not missed and all(line.right for line in lines),
-    )
-
-
-def sizes(text: str) -> list[int]:
-    """Convert a list such as ``1KiB,64MiB`` from the command line; a bare number means bytes."""
-    found = []
-    for word in text.split(","):
-        parts = re.fullmatch(r"([1-9]\d*)\s*(B|KiB|MiB|GiB)?", word.strip())
-        if not parts:
-            raise argparse.ArgumentTypeError(
-                f"{word!r} is no size; say for example 1KiB,64KiB,16MiB, or a number of bytes"
-            )
-        found.append(int(parts[1]) * _UNITS[parts[2] or "B"])
-    return sorted(set(found))
-
-
-def size_name(size: int) -> str:
-    """Return a number of bytes in the largest unit in which it is a whole number."""
-    unit = max((name for name in _UNITS if size % _UNITS[name] == 0), key=lambda name: _UNITS[name])
-    return f"{size // _UNITS[unit]} {unit}"
+def size_name(kib: int) -> str:
+    """Return a number of KiB, as MiB where it is a whole number of those."""
+    return f"{kib} KiB" if kib % 1024 else f"{kib // 1024} MiB"
 
 
 def repetitions(size: int, largest_size: int, steps: int) -> int:

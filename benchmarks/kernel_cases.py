@@ -21,12 +21,10 @@ from torch import Tensor
 from dataparallel import kernels, torch_internals
 from dataparallel.kernels import reference
 
-KERNELS = ("reduce_add", "flatten", "unflatten", "fingerprint")
+KERNELS = ("flatten", "unflatten", "fingerprint")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 MANY, FEW = 400, 4
-_LISTS = (f"{MANY} tensors", f"{FEW} tensors")
-_VARIANTS = {"reduce_add": ("2 inputs", "4 inputs", "8 inputs")}
 #: The elements of each tensor of a transformer's layer with a width of 100.
 _LAYER = (1, 1, 300, 3, 100, 1, 1, 1, 400, 4, 400, 1)
 #: Addresses of tensors are multiples of so many bytes where each has memory of its own.
@@ -35,6 +33,8 @@ _ALIGNMENT = 512
 _SCALE = 0.5
 
 Call = Callable[[], object]
+#: True if what ours has returned, or has written, is right.
+Check = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -43,50 +43,41 @@ class KernelCase:
 
     Attributes:
         kernel: One of :data:`KERNELS`.
-        variant: How many inputs or tensors.
+        count: The number of tensors.
         dtype: The name of the elements' type.
-        size: Bytes: of each input of reduce_add; of all tensors of a list.
+        kib: The size of all tensors together.
     """
 
     kernel: str
-    variant: str
+    count: int
     dtype: str
-    size: int
+    kib: int
 
     @property
-    def name(self) -> str:
-        """Kernel, variant and type."""
-        return f"{self.kernel}, {self.variant}, {self.dtype}"
+    def section(self) -> str:
+        """Kernel, number of tensors and type."""
+        return f"{self.kernel}, {self.count} tensors, {self.dtype}"
 
     @property
     def numel(self) -> int:
         """Return the number of elements that have that size."""
-        return self.size // DTYPES[self.dtype].itemsize
-
-    @property
-    def count(self) -> int:
-        """Return the number of inputs or tensors."""
-        return int(self.variant.split()[0])
+        return self.kib * 1024 // DTYPES[self.dtype].itemsize
 
 
-def plan_cases(
-    names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
-) -> list[KernelCase]:
-    """Return all variants of some kernels, by kernel, type, variant and size."""
+def plan_cases(names: Sequence[str], dtypes: Sequence[str], kib: Sequence[int]) -> list[KernelCase]:
+    """Return all cases of some kernels, by kernel, type, number of tensors and size."""
     return [
-        KernelCase(name, variant, dtype, size)
+        KernelCase(name, number, dtype, size)
         for name in names
         for dtype in dtypes
-        for variant in _VARIANTS.get(name, _LISTS)
-        for size in sizes
+        for number in (MANY, FEW)
+        for size in kib
     ]
 
 
 def moved(case: KernelCase) -> int:
     """Bytes; see Note [Bytes that a kernel must move]."""
-    size = case.numel * DTYPES[case.dtype].itemsize
-    if case.kernel == "reduce_add":
-        return (case.count + 1) * size
+    size = case.kib * 1024
     return size if case.kernel == "fingerprint" else 2 * size
 
 
@@ -110,16 +101,12 @@ def tensor_sizes(numel: int, count: int) -> list[int]:
 # --- what is called ----------------------------------------------------------------------------
 
 
-def calls_of(case: KernelCase, device: torch.device) -> tuple[dict[str, Call], bool]:
-    """Ours, a copy, and torch's alternatives by name; and whether the result of ours is right."""
-    if case.kernel == "reduce_add":
-        calls, right = _reduce_add(case, device)
-    else:
-        tensors = _tensor_list(case, device)
-        calls, right = _OF_LISTS[case.kernel](tensors, case.numel)
+def calls_of(case: KernelCase, device: torch.device) -> tuple[dict[str, Call], Check]:
+    """Ours, a copy, and torch's alternatives by name; and the check of what ours has returned."""
+    calls, check = _CALLS[case.kernel](_tensor_list(case, device), case.numel)
     source = torch.zeros(moved(case) // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return {"ours": calls.pop("ours"), "copy": lambda: target.copy_(source), **calls}, right
+    return {"ours": calls.pop("ours"), "copy": lambda: target.copy_(source), **calls}, check
 
 
 def _values(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -143,82 +130,43 @@ def _is_close(result: Tensor, expected: Tensor, steps: int = 4) -> bool:
     return bool(((result.double() - expected.double()).abs() <= bound).all())
 
 
-def _reduce_add(case: KernelCase, device: torch.device) -> tuple[dict[str, Call], bool]:
-    inputs = [_values(case.numel, DTYPES[case.dtype], device) for _ in range(case.count)]
-    out = torch.empty_like(inputs[0])
-    total = torch.empty_like(out)
-
-    def add() -> Tensor:
-        torch.add(inputs[0], inputs[1], out=total)
-        for term in inputs[2:]:
-            total.add_(term)
-        return total
-
-    def foreach_add() -> None:
-        # As with buckets that are summed in place: the numbers grow, the time does not.
-        for term in inputs[1:]:
-            torch_internals.foreach_add_([total], [term])
-
-    expected = torch.stack([term.double() for term in inputs]).sum(0)
-    right = _is_close(kernels.reduce_add(inputs, out=out), expected, 4 * case.count)
-    calls: dict[str, Call] = {
-        "ours": lambda: kernels.reduce_add(inputs, out=out),
-        "stack": lambda: torch.stack(inputs).sum(0),
-        "foreach": foreach_add,
-        "add_": add,
-    }
-    return calls, right
-
-
-def _flatten(tensors: list[Tensor], numel: int) -> tuple[dict[str, Call], bool]:
+def _flatten(tensors: list[Tensor], numel: int) -> tuple[dict[str, Call], Check]:
     bucket = tensors[0].new_empty(numel)
     views = list(torch.split(bucket, [each.numel() for each in tensors]))
     layout = kernels.BucketLayout(bucket, views)
-
-    def ours() -> None:
-        kernels.flatten(tensors, bucket, _SCALE, views=layout)
 
     def foreach_copy() -> None:
         torch_internals.foreach_copy_(views, tensors)
         bucket.mul_(_SCALE)
 
-    ours()
-    right = _is_close(bucket, torch.cat(tensors) * _SCALE)
     calls: dict[str, Call] = {
-        "ours": ours,
+        "ours": lambda: kernels.flatten(tensors, bucket, _SCALE, views=layout),
         "cat": lambda: torch.cat(tensors, out=bucket).mul_(_SCALE),
         "foreach": foreach_copy,
     }
-    return calls, right
+    return calls, lambda: _is_close(bucket, torch.cat(tensors) * _SCALE)
 
 
-def _unflatten(tensors: list[Tensor], numel: int) -> tuple[dict[str, Call], bool]:
+def _unflatten(tensors: list[Tensor], numel: int) -> tuple[dict[str, Call], Check]:
     bucket = _values(numel, tensors[0].dtype, tensors[0].device)
     views = list(torch.split(bucket, [each.numel() for each in tensors]))
     layout = kernels.BucketLayout(bucket, views)
-
-    def ours() -> None:
-        kernels.unflatten(bucket, tensors, views=layout)
-
-    ours()
-    right = _is_close(torch.cat(tensors), bucket)
     calls: dict[str, Call] = {
-        "ours": ours,
+        "ours": lambda: kernels.unflatten(bucket, tensors, views=layout),
         "foreach": lambda: torch_internals.foreach_copy_(tensors, views),
     }
-    return calls, right
+    return calls, lambda: _is_close(torch.cat(tensors), bucket)
 
 
-def _fingerprint(tensors: list[Tensor], numel: int) -> tuple[dict[str, Call], bool]:
-    right = bool((kernels.fingerprint(tensors) == reference.fingerprint(tensors)).all())
+def _fingerprint(tensors: list[Tensor], numel: int) -> tuple[dict[str, Call], Check]:
     calls: dict[str, Call] = {
         "ours": lambda: kernels.fingerprint(tensors),
         "reference": lambda: reference.fingerprint(tensors),
     }
-    return calls, right
+    return calls, lambda: torch.equal(kernels.fingerprint(tensors), reference.fingerprint(tensors))
 
 
-_OF_LISTS: dict[str, Callable[[list[Tensor], int], tuple[dict[str, Call], bool]]] = {
+_CALLS: dict[str, Callable[[list[Tensor], int], tuple[dict[str, Call], Check]]] = {
     "flatten": _flatten,
     "unflatten": _unflatten,
     "fingerprint": _fingerprint,

@@ -12,7 +12,6 @@ time is that of launches, Python included. Each call looks if the device was sti
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.text import Text
 
 from benchmarks import common
-from benchmarks.common import Line, build_table, compare, size_name
 from benchmarks.kernel_cases import (
     DTYPES,
     KERNELS,
+    MANY,
     Call,
     KernelCase,
     calls_of,
@@ -35,166 +33,135 @@ from benchmarks.kernel_cases import (
 )
 from dataparallel import devices
 from dataparallel.kernels.backend import backend_of
-from dataparallel.tools.arguments import Parser, names_in
-from dataparallel.tools.bench.harness import Spread, Tell, spread
-from dataparallel.tools.bench.runner import Report, met, progress, publish
+from dataparallel.tools.arguments import count, counts, names_in
+from dataparallel.tools.bench import runner
+from dataparallel.tools.bench.harness import Contestant, Outcome, Task
+from dataparallel.tools.bench.seat import enable_virtual_devices
 
-#: Sizes for devices that memory limits; on the CPU, which runs the references, fewer are enough.
-SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
-SIZES_ON_CPU = "64KiB,1MiB,16MiB"
-
-#: Most of ours / the copy (0.90 of its bytes per second), for the kernels that only move and add.
-#: It counts from a size on at which launches matter little.
-COPY_BAR, COPY_FROM = 1 / 0.9, 16 * 2**20
-_COPYING = ("reduce_add", "flatten", "unflatten")
-#: The variants for which torch has no single operation: these must be faster at every size.
-_FASTER = {
-    "reduce_add": ("2 inputs", "4 inputs", "8 inputs"),
-    "flatten": ("400 tensors",),
-    "unflatten": ("400 tensors",),
-}
-
-#: Bytes of the buffer that is zeroed before a call; more than any level-2 cache has.
-_FLUSH = 256 * 2**20
-#: Seconds that a turn should last, and the limits of its calls.
-_TURN = 0.005
-_FEWEST_CALLS, _MOST_CALLS = 3, 30
+#: Most of ours / the copy (0.90 of its bytes per second), for the kernels that only copy. It counts
+#: from a size on at which launches matter little.
+COPY_BAR, COPY_FROM = 1 / 0.9, 16 * 1024
+_COPYING = ("flatten", "unflatten")
+#: Most zeroings of the buffer before a call.
+_MOST_FLUSHES = 64
 
 
-def build_parser() -> Parser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the options."""
     parser = common.new_parser(
         "kernels",
         "Time of the kernels beside a copy of as many bytes, and beside torch's alternatives.",
         [
             "",
-            "--device 0 --check --json results.json",
-            "--kernels reduce_add,flatten --sizes 16MiB,256MiB",
-            "--device cpu --kernels reduce_add --sizes 64KiB",
-            "--dtypes bfloat16 --rounds 3 --steps 20",
+            "--kernels flatten,unflatten --kib 16384,262144 --json results.json",
+            "--device cpu --dtypes bfloat16 --rounds 3 --steps 20",
         ],
     )
     add = parser.add_argument
     add("--kernels", type=names_in(KERNELS), default=list(KERNELS), metavar="LIST",
         help=f"{','.join(KERNELS)}; default: all")  # fmt: skip
-    add("--sizes", type=common.sizes, default=None, metavar="LIST",
-        help="of each input of reduce_add, of all tensors of a list; "
-        f"default: 64KiB to 256MiB by factors of 4; on the CPU {SIZES_ON_CPU}")  # fmt: skip
+    add("--kib", type=counts, default=[64 * 4**i for i in range(6)], metavar="LIST",
+        help="of all tensors together; default: 64 to 65536 by factors of 4")  # fmt: skip
     add("--dtypes", type=names_in(list(DTYPES)), default=list(DTYPES), metavar="LIST",
         help=f"of the tensors; default: {','.join(DTYPES)}")  # fmt: skip
     add("--device", default=None, metavar="DEVICE",
-        help="for example 0 or cpu; default: the first accelerator, or the CPU")  # fmt: skip
-    add("--flush", type=common.sizes, default=[_FLUSH], metavar="SIZE",
+        help="for example cuda:0 or cpu; default: the first accelerator, or the CPU")  # fmt: skip
+    add("--flush-mib", type=count, default=256, metavar="N",
         help="of the buffer that is zeroed before each call on an accelerator, to leave nothing in "
-        "its caches; default: 256MiB")  # fmt: skip
-    add("--check", action="store_true",
-        help="exit with status 1 if a bar is missed; only on a device with kernels")  # fmt: skip
+        "its caches; default: 256")  # fmt: skip
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    device = _device(arguments.device)
-    backend = backend_of(device)
-    if arguments.sizes is None:
-        arguments.sizes = common.sizes(SIZES if devices.is_accelerator(device) else SIZES_ON_CPU)
-    if arguments.check and backend is None:
-        raise ValueError(
-            f"--check judges kernels, but {device} has none: torch references run there; name a "
-            "device with kernels by --device, or leave --check out"
-        )
-    cases = plan_cases(arguments.kernels, arguments.dtypes, arguments.sizes)
-    with progress(len(cases)) as tell:
-        stopwatch = Stopwatch(device, max(arguments.flush))
-        rows = [_measure(case, stopwatch, arguments, tell) for case in cases]
-    bars = judge(rows) if backend else []
-    runs = f"kernels, launched by {type(backend).__name__}" if backend else (
-        f"torch reference: no kernels on this device ({device})"
-    )  # fmt: skip
-    title = f"{runs}\n{device}, torch {torch.__version__}"
-    missed = arguments.check and any(bar["missed"] for bar in bars)
-    report = Report(
-        [build_table([row.line for row in rows], title), *map(bar_line, bars)],
-        _notes(rows, arguments),
-        {"runs": runs, "rows": rows, "bars": bars},
-        not missed and all(row.line.right for row in rows),
+    given = arguments.device
+    device = devices.parse_device(given) if given else devices.parse_devices(None)[0]
+    cases = plan_cases(arguments.kernels, arguments.dtypes, arguments.kib)
+    task = KernelsTask(
+        "ours", (str(device),), cases=tuple(cases), flush=arguments.flush_mib * 2**20
     )
-    return publish(report, arguments)
+    plans = {"kernels": [Contestant("kernels", "kernels and torch", (task,))]}
+    return runner.run(
+        arguments, plans, lambda measured: conclude(cases, measured["kernels"], arguments)
+    )
 
 
-def _device(given: str | None) -> torch.device:
-    if given is None:
-        return devices.parse_devices(None)[0]
-    return devices.parse_device(int(given) if given.isdecimal() else given)
+# --- the worker process ------------------------------------------------------------------------
 
 
-def _notes(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
-    waited = sum(row.hidden is False for row in rows)
-    return [
-        f"medians of {arguments.rounds} interleaved rounds; ✓ the results are torch's, to rounding",
-        "copy: moves as many bytes; best: the fastest of torch's alternatives, named at the end",
-        "GB/s: of what must move: each input read once, each result written once",
-        "launch: the host's time per call, of ours and of the best",
-        f"the device had to wait for launches, which are in the times: {waited} cases",
-    ]
+@dataclass(frozen=True, kw_only=True)
+class KernelsTask(Task):
+    """Calls on one device, and the bytes to zero before each."""
+
+    cases: tuple[KernelCase, ...]
+    flush: int
+
+    def begin(self) -> KernelCalls:
+        """Make the object that measures, in the worker process."""
+        return KernelCalls(self)
 
 
-# --- time --------------------------------------------------------------------------------------
+class KernelCalls:
+    """The calls of one device in turn: of each case ours, the copy and torch's alternatives."""
 
+    def __init__(self, task: KernelsTask) -> None:
+        self.task = task
+        enable_virtual_devices(task.devices)
+        self.device = devices.parse_device(task.devices[0])
+        self.late: set[str] = set()
+        if devices.is_accelerator(self.device):
+            self.buffer = torch.zeros(task.flush, dtype=torch.uint8, device=self.device)
 
-@dataclass(frozen=True)
-class Turn:
-    """The results of one turn of a contestant.
+    def check(self, steps: int) -> dict[str, Any]:
+        """Compare each result with torch's, and tell what launches our calls."""
+        wrong = []
+        for case in self.task.cases:
+            calls, is_right = calls_of(case, self.device)
+            calls["ours"]()
+            if not is_right():
+                wrong.append((case.section, common.size_name(case.kib)))
+        backend = backend_of(self.device)
+        return {"wrong": wrong, "backend": type(backend).__name__ if backend else ""}
 
-    Attributes:
-        seconds: The median seconds of a call.
-        launch: Seconds of the host per call; None if the host itself computes.
-        hidden: True if the device was always still busy when a call was queued; None on the host.
-    """
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Return the seconds of each call, and on an accelerator those of its launch."""
+        seconds: dict[str, list[float]] = {}
+        for case in self.task.cases:
+            size = common.size_name(case.kib)
+            times = common.repetitions(case.kib, self.task.cases[-1].kib, steps)
+            for who, call in calls_of(case, self.device)[0].items():
+                key = common.phase(who, case.section, size)
+                # To compile, allocate, and make what is kept from then on.
+                call()
+                if not devices.is_accelerator(self.device):
+                    seconds[key] = [_seconds_of(call) for _ in range(times)]
+                    continue
+                took = [self._queue(call, key) for _ in range(times)]
+                seconds[key], launches = map(list, zip(*took, strict=True))
+                seconds[common.phase(f"launch {who}", case.section, size)] = launches
+        return seconds
 
-    seconds: float
-    launch: float | None = None
-    hidden: bool | None = None
+    def _queue(self, call: Call, key: str) -> tuple[float, float]:
+        """Return the seconds of the device and of the launch. See Note [Time of a kernel]."""
+        flushes, hidden, begin = 1, False, 0.0
+        while not hidden and flushes <= _MOST_FLUSHES:
+            for _ in range(flushes):
+                self.buffer.zero_()
+            started = devices.timing_event(self.device)
+            launch = _seconds_of(call)
+            ended = devices.timing_event(self.device)
+            assert started is not None and ended is not None
+            hidden = not started.query()
+            devices.synchronize(self.device)
+            begin = started.elapsed_time(ended) * 1e-3
+            flushes *= 2
+        if not hidden:
+            self.late.add(key)
+        return begin, launch
 
-
-class Stopwatch:
-    """Times calls on a device, with a buffer to zero before each. See Note [Time of a kernel]."""
-
-    def __init__(self, device: torch.device, flush: int = _FLUSH) -> None:
-        self.device = device
-        self._queued = devices.is_accelerator(device)
-        if self._queued:
-            self._buffer = torch.zeros(flush, dtype=torch.uint8, device=device)
-            devices.synchronize(device)
-            # Measure the time that the device takes for it.
-            begin = time.perf_counter()
-            self._flush(10)
-            devices.synchronize(device)
-            self._busy = (time.perf_counter() - begin) / 10
-
-    def _flush(self, times: int) -> None:
-        for _ in range(times):
-            self._buffer.zero_()
-
-    def turn(self, call: Call, times: int, launch: float = 0.0) -> Turn:
-        """Make some calls, each of which is thought to take the host ``launch`` seconds."""
-        if not self._queued:
-            return Turn(statistics.median(_seconds_of(call) for _ in range(times)))
-        # Twice as long as the host needs, since its time varies.
-        flushes = 1 + math.ceil(2 * launch / self._busy)
-        each = [self._queue(call, flushes) for _ in range(times)]
-        seconds, launches, hidden = zip(*each, strict=True)
-        return Turn(statistics.median(seconds), statistics.median(launches), all(hidden))
-
-    def _queue(self, call: Call, flushes: int) -> tuple[float, float, bool]:
-        self._flush(flushes)
-        started = devices.timing_event(self.device)
-        launch = _seconds_of(call)
-        ended = devices.timing_event(self.device)
-        assert started is not None and ended is not None
-        hidden = not started.query()
-        devices.synchronize(self.device)
-        return started.elapsed_time(ended) * 1e-3, launch, hidden
+    def finish(self) -> dict[str, Any]:
+        """Check once more, and tell for which calls the device has waited."""
+        return {**self.check(1), "late": sorted(self.late)}
 
 
 def _seconds_of(call: Call) -> float:
@@ -203,114 +170,72 @@ def _seconds_of(call: Call) -> float:
     return time.perf_counter() - begin
 
 
-def measure_turns(
-    calls: Mapping[str, Call], stopwatch: Stopwatch, rounds: int, times: int | None
-) -> dict[str, list[Turn]]:
-    """Measure contestants interleaved, A B C A B C ...; the turns of each, in this order."""
-    plan: dict[str, tuple[int, float]] = {}
-    for who, call in calls.items():
-        # To compile, allocate, and make what is kept from then on.
-        call()
-        first = stopwatch.turn(call, _FEWEST_CALLS)
-        takes = max(first.seconds, first.launch or 0.0, 1e-9)
-        enough = min(_MOST_CALLS, max(_FEWEST_CALLS, math.ceil(_TURN / takes)))
-        plan[who] = (times or enough, first.launch or 0.0)
-    turns: dict[str, list[Turn]] = {who: [] for who in calls}
-    for _ in range(rounds):
-        for who, call in calls.items():
-            turns[who].append(stopwatch.turn(call, *plan[who]))
-    return turns
-
-
 # --- conclusions -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """One call beside a copy that moves as many bytes, and beside torch's alternatives.
-
-    Attributes:
-        case: The name of the call.
-        line: Ours beside the copy and the best alternative.
-        moved: Bytes that it must move.
-        best: The name of the fastest alternative.
-        alternatives: Seconds of all.
-        launch: Seconds of the host per call, of ours, the copy and the best; empty if the host
-            itself computes.
-        hidden: True if none of these three times contains launches; None if the host itself
-            computes.
-    """
-
-    case: KernelCase
-    line: Line
-    moved: int
-    best: str
-    alternatives: dict[str, Spread]
-    launch: dict[str, Spread]
-    hidden: bool | None
-
-
-def _measure(
-    case: KernelCase, stopwatch: Stopwatch, arguments: argparse.Namespace, tell: Tell
-) -> Row:
-    tell(f"{case.name}, {size_name(case.size)}", 1)
-    calls, right = calls_of(case, stopwatch.device)
-    turns = measure_turns(calls, stopwatch, arguments.rounds, arguments.steps)
-    return summarize(case, turns, right)
-
-
-def summarize(case: KernelCase, turns: Mapping[str, Sequence[Turn]], right: bool) -> Row:
-    """Return one line of the results, from the turns of ours, the copy and torch's alternatives."""
-    seconds = {who: [turn.seconds for turn in own] for who, own in turns.items()}
-    alternatives = {who: spread(own) for who, own in seconds.items() if who not in ("ours", "copy")}
-    best = min(alternatives, key=lambda who: alternatives[who].median)
-    shown = {"ours": "ours", "copy": "copy", "best": best}
-    launch = {
-        who: spread([turn.launch for turn in turns[key] if turn.launch is not None])
-        for who, key in shown.items()
-        if turns[key][0].launch is not None
-    }
-    rate = moved(case) / statistics.median(seconds["ours"]) * 1e-9
-    note = f"{rate:.3g} GB/s, {best}"
-    if launch:
-        ours, theirs = (launch[who].median * 1e6 for who in ("ours", "best"))
-        note += f", launch {ours:.3g} {theirs:.3g} µs"
-    of_line = {who: seconds[key] for who, key in shown.items()}
-    line = compare(case.name, size_name(case.size), of_line, right, note)
-    hidden = [turn.hidden for key in shown.values() for turn in turns[key]]
-    all_hidden = None if None in hidden else all(hidden)
-    return Row(case, line, moved(case), best, alternatives, launch, all_hidden)
-
-
-def judge(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Two bars, each with its worst case and with those that miss it.
-
-    First ours / copy, of large cases of the kernels that only move and add. Then ours / best of
-    torch, of all cases for which torch needs several operations. As fast is not faster.
-    """
-    copied = [row for row in rows if row.case.kernel in _COPYING and row.case.size >= COPY_FROM]
-    several = [row for row in rows if row.case.variant in _FASTER.get(row.case.kernel, ())]
-    return [
-        _bar("ours / copy, from 16 MiB", COPY_BAR, "copy", copied),
-        _bar("ours / best of torch, every size", 1.0, "best", several),
+def conclude(
+    cases: Sequence[KernelCase], outcomes: Sequence[Outcome], arguments: argparse.Namespace
+) -> runner.Report:
+    """Compare ours with the copy and with the best of torch, and judge them."""
+    wrong, rounds = common.wrong_cases(outcomes), common.rounds_of(outcomes)
+    lines = {}
+    for case in cases:
+        key = case.section, common.size_name(case.kib)
+        lines[case] = line_of(case, rounds[key], key not in wrong)
+    backend = outcomes[0].checked[0]["backend"]
+    late = len(outcomes[0].finished[0]["late"])
+    runs = f"kernels, launched by {backend}" if backend else "torch's references, not kernels"
+    notes = [
+        "copy: moves as many bytes; best: the fastest of torch's alternatives, named at the end",
+        "GB/s: of what must move: each input read once, each result written once",
+        "launch: the host's time per call, of ours and of the best",
+        f"the device had to wait for launches, which are in the times: {late} calls",
     ]
+    title = f"{runs}; {outcomes[0].contestant.tasks[0].devices[0]}, torch {torch.__version__}"
+    report = common.report(title, list(lines.values()), arguments, notes)
+    table, bars = report.parts[0], judge(lines) if backend else []
+    return runner.Report([table, *bars], report.notes, report.content, report.is_right)
 
 
-def _bar(name: str, bar: float, peer: str, rows: Sequence[Row]) -> dict[str, Any]:
-    ratios = {f"{row.line.section}, {row.line.name}": row.line.ratios[peer].median for row in rows}
-    worst = max(ratios, key=lambda case: ratios[case], default="")
-    missed = [case for case, ratio in ratios.items() if ratio >= bar]
-    found = {"cases": len(ratios), "worst": worst, "value": ratios.get(worst), "missed": missed}
-    return {"name": name, "bar": bar, **found}
+def line_of(case: KernelCase, rounds: Mapping[str, Sequence[float]], right: bool) -> common.Line:
+    """Return ours beside the copy and the best of torch's alternatives."""
+    medians = {who: statistics.median(own) for who, own in rounds.items()}
+    best = min(
+        (who for who in rounds if who not in ("ours", "copy") and not who.startswith("launch")),
+        key=lambda who: medians[who],
+    )
+    note = f"{moved(case) / medians['ours'] * 1e-9:.3g} GB/s, {best}"
+    if "launch ours" in medians:
+        launches = [medians["launch ours"] * 1e6, medians[f"launch {best}"] * 1e6]
+        note += ", launch {:.3g} {:.3g} µs".format(*launches)
+    seconds = {"ours": rounds["ours"], "copy": rounds["copy"], "best": rounds[best]}
+    return common.compare(case.section, common.size_name(case.kib), seconds, right, note)
 
 
-def bar_line(bar: Mapping[str, Any]) -> Text:
-    """Return a bar and what became of it, as a sentence."""
-    if not bar["cases"]:
-        return Text(f"{bar['name']}: no case measured")
-    beyond = f"{len(bar['missed'])} of {bar['cases']} beyond it"
-    text = Text(f"{bar['name']}: worst {bar['value']:.3f} ({bar['worst']}), {beyond}; bar ")
-    return text.append_text(met(bar["bar"], not bar["missed"]))
+def judge(lines: Mapping[KernelCase, common.Line]) -> list[str]:
+    """Two bars, each with its worst case and the number of those that miss it.
+
+    First ours / copy, of large cases of the kernels that only copy. Then ours / best of torch, of
+    their cases with many tensors, for which torch has no single operation. As fast is not faster.
+    """
+    copied = [case for case in lines if case.kernel in _COPYING and case.kib >= COPY_FROM]
+    several = [case for case in lines if case.kernel in _COPYING and case.count == MANY]
+    told = []
+    for name, bar, peer, judged in (
+        ("ours / copy, from 16 MiB", COPY_BAR, "copy", copied),
+        ("ours / best of torch, every size", 1.0, "best", several),
+    ):
+        found = {case: lines[case].ratios[peer].median for case in judged}
+        missed = sum(ratio >= bar for ratio in found.values())
+        if not found:
+            told.append(f"{name}: no case measured")
+            continue
+        worst = max(found, key=lambda case: found[case])
+        told.append(
+            f"{name}: worst {found[worst]:.3f} ({worst.section}, {common.size_name(worst.kib)}), "
+            f"{missed} of {len(found)} beyond it; bar {bar:.2f} {'missed' if missed else 'met'}"
+        )
+    return told
 
 
 if __name__ == "__main__":

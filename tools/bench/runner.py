@@ -34,6 +34,9 @@ from dataparallel.tools.doctor.check import usable_cores
 #: for one, decide much where other programs use the cores too.
 _TELLING = ("OMP_", "MKL_", "KMP_", "MALLOC_", "LD_PRELOAD", "ATEN_", "GLOO_", "NCCL_", "TORCH_")
 
+#: The results of each plan's contestants, by the plan's name.
+Measured = Mapping[str, Sequence[Outcome]]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -52,7 +55,7 @@ class Report:
 def run(
     arguments: argparse.Namespace,
     plans: Mapping[str, Sequence[Contestant]],
-    conclude: Callable[[Mapping[str, Sequence[Outcome]]], Report],
+    conclude: Callable[[Measured], Report],
 ) -> int:
     """Measure the contestants of each plan interleaved, conclude, show and write.
 
@@ -130,12 +133,6 @@ def span(value: Spread) -> str:
 def agreement(text: str, agrees: bool) -> Text:
     """Return a figure with a mark that says whether the contestant computes what it should."""
     return Text(f"{text} ✓", style="green") if agrees else Text(f"{text} ✗", style="bold red")
-
-
-def met(bar: float, is_met: bool) -> Text:
-    """Return a bar, and a word on whether it is met."""
-    words, style = ("met", "green") if is_met else ("missed", "bold red")
-    return Text(f"{bar:.2f} {words}", style=style)
 
 
 # --- files -------------------------------------------------------------------------------------

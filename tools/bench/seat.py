@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ class Seat:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        _enable_virtual_devices(task)
+        enable_virtual_devices(task.devices)
         self.slots = devices.parse_devices(task.devices)
         self.device = self.slots[0]
         on_cpu = sum(not devices.is_accelerator(slot) for slot in self.slots)
@@ -101,8 +102,9 @@ def _backend_for(device: torch.device) -> str:
         return "gloo"
 
 
-def _enable_virtual_devices(task: Task) -> None:
-    wanted = [name for name in task.devices if name.split(":")[0] == "virtual"]
+def enable_virtual_devices(names: Sequence[str]) -> None:
+    """Make the virtual devices among some devices, if they are not there yet."""
+    wanted = [name for name in names if name.split(":")[0] == "virtual"]
     if wanted:
         count = 1 + max(int(name.split(":")[1]) if ":" in name else 0 for name in wanted)
         # DATAPARALLEL_VIRTUAL_DEVICES may have enabled more.

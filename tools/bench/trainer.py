@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel.tools.bench.cases import case_of, criterion
+from dataparallel.tools.bench.cases import TrainCase, case_of, criterion
 from dataparallel.tools.bench.harness import Task
 from dataparallel.tools.bench.host_counts import PythonCalls, count_operators
 from dataparallel.tools.bench.memory import MemoryGauge
@@ -49,6 +49,10 @@ class TrainTask(Task):
         """Make the object that measures, in the worker process."""
         return TrainMeasurement(self)
 
+    def case(self, name: str) -> TrainCase:
+        """Return a model by its name."""
+        return case_of(name)
+
 
 class TrainMeasurement:
     """Models made ready for measuring.
@@ -73,7 +77,7 @@ class TrainMeasurement:
         said: dict[str, Any] = {}
         for name, step in self.steps.items():
             # Whatever is measured: others divide by gradients near zero.
-            optimizer = torch.optim.SGD(step.model.parameters(), lr=case_of(name).rate)
+            optimizer = torch.optim.SGD(step.model.parameters(), lr=self.task.case(name).rate)
             chunks = step.split(self.task.replicas)
             losses, norms = [], []
             for _ in range(steps):
@@ -136,7 +140,7 @@ class _Step:
         self._batch = batch
         self._is_bare = task.kind == "bare"
         self._by_replicas = task.loss == "replicas" and seat.is_ours
-        case = case_of(name)
+        case = task.case(name)
         self._criterion = case.criterion
         torch.manual_seed(1)
         module: Any = case.build().to(seat.device)
@@ -209,7 +213,7 @@ def _add(
 
 def _batch(name: str, task: TrainTask, seat: Seat) -> list[Tensor]:
     torch.manual_seed(0)
-    return [seat.part(whole) for whole in case_of(name).data(task.batch)]
+    return [seat.part(whole) for whole in task.case(name).data(task.batch)]
 
 
 def _gradient_norm(model: nn.Module) -> float:

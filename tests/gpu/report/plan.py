@@ -191,10 +191,10 @@ def _train(names: tuple[str, ...], wrapper: str = "ddp") -> Part:
 def _kernels(devices: Sequence[str]) -> Part:
     options = ["--device", devices[0]]
     if is_gpu(devices[0]):
-        options += ["--sizes", "1MiB,16MiB,64MiB", "--rounds", "5"]
+        options += ["--kib", "1024,16384,65536", "--rounds", "5"]
     else:
-        options += ["--kernels", "reduce_add,flatten,unflatten", "--sizes", "64KiB"]
-        options += ["--dtypes", "float32", "--flush", "1MiB", "--rounds", "3", "--steps", "3"]
+        options += ["--kernels", "flatten,unflatten", "--kib", "64"]
+        options += ["--dtypes", "float32", "--flush-mib", "1", "--rounds", "3", "--steps", "3"]
     command, title = _python("benchmarks.kernels", *options), f"benchmarks.kernels on {devices[0]}"
     environment = _virtual_devices(devices)
     return Part("kernels", title, command, 90, 1, ("rich",), environment, shown="ours / ")
