@@ -46,7 +46,6 @@ NO_EXAMPLE = {
     "checkpoint.CheckpointError": "an error",
     "checkpoint.NoCheckpoint": "an error",
     "checkpoint.Loaded": "a record; the example of load shows it",
-    "checkpoint.GenerationInfo": "a record; the example of generations shows it",
     "collectives.CollectiveMismatch": "an error",
     "collectives.Group": "a type",
     "collectives.traceable_collective_remaps": "a table; the docs show it",

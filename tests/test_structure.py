@@ -65,7 +65,7 @@ SOURCES = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
     "tools": 8700,
-    "extras": 3200,
+    "extras": 3100,
     "monitor": 3500,
     "parallel": 4720,
     "comm_hooks": 50,

@@ -11,6 +11,12 @@ def folder(directory: pathlib.Path, number: int) -> pathlib.Path:
     return directory / f"generation-{number:08d}"
 
 
+def complete(directory: pathlib.Path) -> list[bool]:
+    """Return for each generation that was begun, the oldest first, if it counts."""
+    folders = sorted(directory.glob("generation-*"))
+    return [(each / "manifest.json").exists() for each in folders]
+
+
 def spoil(directory: pathlib.Path, number: int) -> None:
     """Change one bit of each file of tensors of a generation."""
     for path in folder(directory, number).glob("*.safetensors"):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dataparallel import DistributedDataParallel, ShardedOptimizer, checkpoint
-from tests.checkpoint.helpers import Box, folder
+from tests.checkpoint.helpers import Box, complete, folder
 from tests.cluster import Cluster, RankDied
 from tests.faults.harness import Figures
 from tests.process_groups import new_group
@@ -167,7 +167,7 @@ def test_a_failure_in_one_is_an_error_in_all(
     assert all(message in text for text in texts), texts
     assert "rank 1" in texts[0]
     assert results[0][1] == results[1][1]
-    assert [info.complete for info in checkpoint.generations(tmp_path)] == [True, True]
+    assert complete(tmp_path) == [True, True]
 
 
 def save_modules(rank: int, world_size: int, directory: pathlib.Path) -> list[str]:
@@ -275,39 +275,28 @@ def test_groups_and_links_that_come_and_go(cluster: Cluster, tmp_path: pathlib.P
 
 def load_and_fail(
     rank: int, world_size: int, directory: pathlib.Path, error: type[BaseException] | None
-) -> tuple[str, bool, bool]:
-    torch.manual_seed(rank)
+) -> str:
     # Without an error it does not fit in one process.
-    net, moving = nn.Linear(2 + (error is None and rank == 1), 2), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(moving.parameters(), lr=0.1, momentum=0.9)
-    before = net.weight.detach().clone()
-    drawn = torch.get_rng_state()
-    # The other process has loaded everything when it learns of this.
+    net = nn.Linear(2 + (error is None and rank == 1), 2)
     states = {"failing": Box(1, error if rank == 1 else None)}
     with pytest.raises((checkpoint.CheckpointError, KeyboardInterrupt)) as caught:
-        checkpoint.load(directory, net, optimizer, states=states, timeout=TIMEOUT)
-    kept = torch.equal(net.weight, before) and torch.equal(torch.get_rng_state(), drawn)
+        checkpoint.load(directory, net, states=states, timeout=TIMEOUT)
     with pytest.raises(checkpoint.NoCheckpoint, match=r"nothing was saved in .*missing_ok=True"):
         checkpoint.load(directory / "other", net, timeout=TIMEOUT)
     assert checkpoint.load(directory / "other", net, missing_ok=True, timeout=TIMEOUT).step == 0
-    return str(caught.value), kept, not optimizer.state
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, None])
-def test_a_failure_in_one_process_is_taken_back_in_all(
+def test_a_failure_in_one_process_is_an_error_in_all(
     cluster: Cluster, error: type[BaseException] | None, tmp_path: pathlib.Path
 ) -> None:
-    net, moving = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(moving.parameters(), lr=0.1, momentum=0.9)
-    moving(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    checkpoint.save(tmp_path, net, optimizer, step=1, states={"failing": Box(1)})
+    checkpoint.save(tmp_path, nn.Linear(2, 2), step=1, states={"failing": Box(1)})
     checkpoint.close()
-    results = cluster.run(load_and_fail, 2, tmp_path, error)
-    assert [result[1:] for result in results] == [(True, True)] * 2
+    texts = cluster.run(load_and_fail, 2, tmp_path, error)
     if error is not KeyboardInterrupt:
         why = "the user's own" if error else "size mismatch for weight"
-        assert all(why in text for text, _, _ in results) and "rank 1 on " in results[0][0]
+        assert all(why in text for text in texts) and "rank 1 on " in texts[0]
 
 
 def load_own(rank: int, world_size: int, directory: pathlib.Path) -> Any:

@@ -8,26 +8,19 @@ Example::
     checkpoint.save("run", model, optimizer, step=step + 1, asynchronous=True)
 """
 
-from dataparallel.extras.checkpoint.directory import (
-    CheckpointError,
-    GenerationInfo,
-    NoCheckpoint,
-    generations,
-)
+from dataparallel.extras.checkpoint.directory import CheckpointError, NoCheckpoint
 from dataparallel.extras.checkpoint.loading import Loaded, export, load
 from dataparallel.extras.checkpoint.resumable_sampler import ResumableSampler
 from dataparallel.extras.checkpoint.saving import Saving, close, save
 
 __all__ = [
     "CheckpointError",
-    "GenerationInfo",
     "Loaded",
     "NoCheckpoint",
     "ResumableSampler",
     "Saving",
     "close",
     "export",
-    "generations",
     "load",
     "save",
 ]

@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import safetensors.torch
 from torch import Tensor
@@ -41,24 +41,6 @@ class NoCheckpoint(CheckpointError):
     """Nothing was saved in the directory yet."""
 
 
-class GenerationInfo(NamedTuple):
-    """The facts about a generation that its folder shows without a look into its files.
-
-    Attributes:
-        number: The number of the generation.
-        complete: True if it is finished, and all of its files have their full size.
-        bytes: The size of its files together.
-        when: When it was finished, in seconds since 1970; None if that is not known.
-        reason: The reason why it is not complete; None if it is.
-    """
-
-    number: int
-    complete: bool
-    bytes: int
-    when: float | None
-    reason: str | None
-
-
 def folder_of(directory: Path, number: int) -> pathlib.Path:
     """Return the folder of a generation."""
     return pathlib.Path(directory, f"generation-{number:08d}")
@@ -77,35 +59,6 @@ def numbers(directory: Path, *, finished: bool = False) -> list[int]:
         return []
     found = sorted(int(match[1]) for name in names if (match := _FOLDER.fullmatch(name)))
     return [n for n in found if not finished or (folder_of(directory, n) / MANIFEST).exists()]
-
-
-def generations(directory: Path) -> list[GenerationInfo]:
-    """List the generations in a directory; only ``load`` verifies their hashes.
-
-    Example::
-
-        for info in generations("checkpoints"):
-            print(info.number, info.bytes, info.reason or "complete")
-
-    Args:
-        directory: The directory of the checkpoints. If it does not exist, the list is empty.
-
-    Returns:
-        One entry per generation that was begun, the oldest first.
-    """
-    return [_look(directory, number) for number in numbers(directory)]
-
-
-def _look(directory: Path, number: int) -> GenerationInfo:
-    size = 0
-    try:
-        manifest = read_manifest(directory, number)
-        for rank, file in enumerate(manifest["files"]):
-            size += file["bytes"]
-            check_size(file_of(directory, number, rank), file)
-    except CheckpointError as error:
-        return GenerationInfo(number, False, size, None, str(error))
-    return GenerationInfo(number, True, size, manifest["written"], None)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -231,9 +184,9 @@ def sweep(directory: Path) -> int:
 
 def prune(directory: Path, keep: int) -> None:
     """Remove old generations, as far as that is possible."""
-    complete = [info.number for info in generations(directory) if info.complete]
+    oldest = numbers(directory, finished=True)[-keep:][0]
     for number in numbers(directory):
-        if number < complete[-keep:][0]:
+        if number < oldest:
             # First what makes it a generation, so that nobody begins to read it.
             with contextlib.suppress(OSError):
                 os.unlink(folder_of(directory, number) / MANIFEST)

@@ -1,10 +1,4 @@
-"""``load`` and ``export``: all processes take the same generation, and all of it or nothing.
-
-Note [All or nothing]
-~~~~~~~~~~~~~~~~~~~~~
-Everything is read and verified before anything is changed. Each process keeps the states from
-before until it knows that all have loaded, and puts them back if one has not.
-"""
+"""``load`` and ``export``: all processes take the same generation, verified before it is used."""
 
 from __future__ import annotations
 
@@ -109,8 +103,8 @@ def load(
         The step, the user's data, and which generation it was.
 
     Raises:
-        CheckpointError: No generation is good, or it does not fit; nothing was changed in any
-            process.
+        CheckpointError: No generation is good, and nothing was changed. Or a part does not fit in
+            some process: what is loaded already stays, so make the objects anew.
         NoCheckpoint: Nothing was ever saved, and ``missing_ok`` is False.
         TypeError, ValueError: As in :func:`save`.
     """
@@ -132,8 +126,7 @@ def load(
 def _load_all(
     number: int, parts: Mapping[str, Part], values: Mapping[str, Any], strict: bool, peers: Peers
 ) -> None:
-    """Load all parts in all processes, or none in any. See Note [All or nothing]."""
-    undo: list[Callable[[], object]] = []
+    """Load all parts; raise in all processes if one does not fit in one of them."""
 
     def apply() -> None:
         missing = [name for name in parts if name not in values and name != RNG]
@@ -144,22 +137,14 @@ def _load_all(
             )
         for name in (name for name in parts if name in values):
             try:
-                undo.append(parts[name].remember())
                 parts[name].load(values[name], strict)
             except Exception as error:
                 raise CheckpointError(
-                    f"generation {number} does not fit, and nothing was loaded: {name}: {error}"
+                    f"generation {number} does not fit, and other parts may be loaded already: "
+                    f"{name}: {error}"
                 ) from error
 
-    try:
-        peers.share(f"loading generation {number}", apply)
-    except BaseException:
-        for put_back in reversed(undo):
-            try:
-                put_back()
-            except Exception as error:
-                _log.error("the state from before the load could not be put back: %s", error)
-        raise
+    peers.share(f"loading generation {number}", apply)
 
 
 def export(directory: Path, path: Path, *, number: int | None = None) -> None:

@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.errors import listed
-from dataparallel.extras.checkpoint.resumable_sampler import ResumableSampler
 from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer import verify
 from dataparallel.threads.random import default_generator, mixed_seed
@@ -187,13 +186,6 @@ def _part(name: str, value: Any, names: Mapping[int, str], own: set[str]) -> Par
         value = getattr(value, "generator", None) or value
     if isinstance(value, torch.Generator):
         return ObjectState(value.get_state, value.set_state)
-    if isinstance(value, ResumableSampler):
-        return ObjectState(
-            value.state_dict,
-            value.load_state_dict,
-            # Also one whose position is not known gets that back.
-            lambda: functools.partial(vars(value).update, dict(vars(value))),
-        )
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return ObjectState(value.state_dict, value.load_state_dict)
     if hasattr(value, "set_epoch") and isinstance(getattr(value, "epoch", None), int):
@@ -221,16 +213,10 @@ def _left_to_each(module: nn.Module) -> set[str]:
 
 
 class ObjectState:
-    """An object with a state to save and to load; ``remember`` returns a way to restore it."""
+    """An object with a state to save and to load."""
 
-    def __init__(
-        self,
-        say: Callable[[], Any],
-        take: Callable[[Any], object],
-        remember: Callable[[], Callable[[], object]] | None = None,
-    ) -> None:
+    def __init__(self, say: Callable[[], Any], take: Callable[[Any], object]) -> None:
         self.save, self._take = say, take
-        self.remember = remember or (lambda: functools.partial(take, copy.deepcopy(say())))
 
     def load(self, saved: Any, strict: bool) -> None:
         """Give the object a state."""
@@ -274,14 +260,6 @@ class ModuleState:
         state = collections.OrderedDict(saved["state"])
         torch_internals.set_state_versions(state, collections.OrderedDict(saved["versions"]))
         self._module.load_state_dict(state, strict=strict)
-
-    def remember(self) -> Callable[[], object]:
-        """Copies of all tensors in host memory: an accelerator may have no room for them."""
-        state = self._module.state_dict()
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not is_lazy(value):
-                state[key] = value.detach().to("cpu", copy=True)
-        return lambda: self._module.load_state_dict(state, strict=False)
 
 
 class OptimizerState:
@@ -345,11 +323,6 @@ class OptimizerState:
         lists = [key for key in ("params", "param_names") if key in group]
         places = [before.index(name) for name in names]
         return {**group, **{key: [group[key][i] for i in places] for key in lists}}
-
-    def remember(self) -> Callable[[], object]:
-        """Return the state of now: steps write tensors in place, but a load replaces them."""
-        saved = self.save()
-        return lambda: self.load(saved, False)
 
 
 Part: TypeAlias = ObjectState | ModuleState | OptimizerState
