@@ -446,9 +446,6 @@ def set_time_limit(group: Any, device: torch.device, limit: datetime.timedelta) 
         group_backend(group, device)._set_default_timeout(limit)
 
 
-#: The number of collectives of a group that were called here; RuntimeError if its backend forgets.
-num_collectives: Callable[[Any], int] = operator.methodcaller("_get_sequence_number_for_group")
-
 #: Collectives under the names that they had before, which old programs call.
 all_gather_base: Any = _private("torch.distributed._all_gather_base")
 reduce_scatter_base: Any = _private("torch.distributed._reduce_scatter_base")

@@ -65,7 +65,7 @@ SOURCES = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
     "tools": 8700,
-    "extras": 3100,
+    "extras": 2950,
     "monitor": 3500,
     "parallel": 4720,
     "comm_hooks": 50,
@@ -81,7 +81,7 @@ MOST_LINES = {
     "kernels": 2750,
     "devices": 500,
     "errors": 150,
-    "torch_internals": 1150,
+    "torch_internals": 1140,
     "__init__": 150,
     "__main__": 50,
     "distributed_autograd": 3550,

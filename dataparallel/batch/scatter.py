@@ -55,7 +55,7 @@ class BatchSplitter(Protocol):
         """Return the number of samples for each slot."""
 
     def attempt(self, call: Callable[..., T], modules: Sequence[Any], inputs: Any) -> T:
-        """Run ``call(is_first=True)``; again with other chunks if there was too little memory."""
+        """Run ``call(is_first=True)``, and learn from its errors."""
 
 
 #: The entry of `in_dims` and `out_dims` for what the user left open; `None` means "not split".

@@ -11,7 +11,6 @@ numbers meet which sample.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import sys
 import threading
@@ -20,13 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from dataparallel.comm.local import chunk_lengths
-from dataparallel.devices import is_accelerator
 from dataparallel.errors import add_note
-from dataparallel.extras.balancing.memory import Rollback, is_out_of_memory, replicas_named_by
+from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
 from dataparallel.extras.balancing.speeds import Change, Cost, SplitDecisions, divide, fits
 from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.record import StepRecord
@@ -43,7 +40,7 @@ _MOST_AT_ONCE = 5
 _KEPT = 0.75
 # Every forward asks; mostly for the same batch size.
 _divide = functools.lru_cache(divide)
-# The replicas that ran out of memory in the attempt at a forward under way.
+# The replicas that ran out of memory in the forward under way.
 _failed: ContextVar[set[int] | None] = ContextVar("balanced_attempt", default=None)
 
 
@@ -59,8 +56,8 @@ def balance(
 
     Use it if one device is slower than the others, throttled, or shared with another program.
     Gradients stay those of the bare module. A replica that runs out of memory hands a part of its
-    chunk to the others, and training goes on. See Note [Balancing is exact], Note [When chunks
-    change] and Note [Too little memory].
+    chunk to the others in the next step. See Note [Balancing is exact] and Note [When chunks
+    change].
 
     Example::
 
@@ -200,27 +197,16 @@ class Balancer:
     def attempt(
         self, call: Callable[..., T], modules: Sequence[nn.Module | None], inputs: Any
     ) -> T:
-        """Run a forward of the wrapper, and again as long as other chunks may help."""
-        rollback, limits, is_first = Rollback(self._devices, modules, inputs), self.limits, True
-        while True:
-            failed: set[int] = set()
-            token = _failed.set(failed)
-            try:
-                return call(is_first=is_first)
-            except Exception as error:
-                if not self._lower(error, failed, "with", rollback.obstacle):
-                    if any(self._sizes[i : i + 1] == (1,) for i in failed):
-                        # It was not the chunks that took the memory.
-                        self.limits = limits
-                    raise
-            finally:
-                _failed.reset(token)
-            # Only here the exception is gone, and what its traceback held.
-            rollback.undo()
-            gc.collect()
-            if any(map(is_accelerator, self._devices)):
-                torch.accelerator.empty_cache()
-            is_first = False
+        """Run a forward of the wrapper, and have smaller chunks next time if memory runs out."""
+        failed: set[int] = set()
+        token = _failed.set(failed)
+        try:
+            return call(is_first=True)
+        except Exception as error:
+            self._lower(error, failed, "with")
+            raise
+        finally:
+            _failed.reset(token)
 
     def _on_span(self, span: Span) -> None:
         """Listen to a timeline: what has failed, and in which replica."""
@@ -232,54 +218,50 @@ class Balancer:
         if span.phase == "backward":
             alone = len(span.replicas) == 1
             named = span.replicas if alone else replicas_named_by(error, self._devices)
-            self._lower(error, named, "in backward with", lambda: "Run the step again")
+            self._lower(error, named, "in backward with")
         elif failed is not None and span.phase == "forward" and len(span.replicas) == 1:
             failed.update(span.replicas)
         elif failed is not None and span.phase == "scatter":
             failed.update(replicas_named_by(error, self._devices))
 
-    def _lower(
-        self, error: Exception, failed: Iterable[int], when: str, obstacle: Callable[[], str]
-    ) -> bool:
-        """Let replicas have smaller chunks; returns whether the forward may be run again at once.
-
-        Otherwise the error tells why not, and what can be done.
-        """
+    def _lower(self, error: Exception, failed: Iterable[int], when: str) -> None:
+        """Let replicas have smaller chunks; the error tells which, or why that does not help."""
         sizes = self._sizes
         few = sorted(replica for replica in failed if replica < len(sizes))
         if not few or not is_out_of_memory(error):
-            return False
+            return
         where = " and ".join(
             f"replica {i} on {self._devices[i]} ran out of memory {when} {sizes[i]} samples"
             for i in few
         )
+        if any(sizes[i] <= 1 for i in few):
+            # It was not the chunks that took the memory.
+            add_note(
+                error,
+                f"{where}. There is not enough memory for a single sample, and each replica gets "
+                "at least one: leave the device out of device_ids, or give it more memory",
+            )
+            return
         with self._lock:
             limits = list(self.limits)
             for i in few:
                 limits[i] = min(max(1, int(sizes[i] * _KEPT)), limits[i] or sizes[i])
             self.limits = tuple(limits)
-        if any(sizes[i] <= 1 for i in few):
-            trouble = (
-                "There is not enough memory for a single sample, and each replica gets at least "
-                "one: leave the device out of device_ids, or give it more memory"
-            )
-        elif not fits(sum(sizes), limits):
+        if not fits(sum(sizes), limits):
             each = ", ".join(
                 f"replica {i} {'any number' if limit is None else f'at most {limit}'}"
                 for i, limit in enumerate(limits)
             )
-            trouble = (
-                f"The others cannot take over a part of its chunk: for a batch of {sum(sizes)} "
-                f"there is memory for too few samples ({each}); use a smaller batch"
+            add_note(
+                error,
+                f"{where}. The others cannot take over a part of its chunk: for a batch of "
+                f"{sum(sizes)} there is memory for too few samples ({each}); use a smaller batch",
             )
-        else:
-            # Records of the steps before may still come.
-            self._decisions.disturb(self._at_once)
-            self._keep(Change("memory", sizes, self.sizes(sum(sizes)), None, where))
-            where, trouble = f"{where}; its chunks are smaller from now on", obstacle()
-        if trouble:
-            add_note(error, f"{where}. {trouble}")
-        return not trouble
+            return
+        # Records of the steps before may still come.
+        self._decisions.disturb(self._at_once)
+        self._keep(Change("memory", sizes, self.sizes(sum(sizes)), None, where))
+        add_note(error, f"{where}; its chunks are smaller from now on. Run the step again")
 
     def lift_limits(self) -> None:
         """Forget all memory limits, for example after another program has freed its memory."""
