@@ -21,7 +21,6 @@ from torch import nn
 
 import dataparallel as dp
 from dataparallel.monitor import StepMonitor, StepRecord
-from dataparallel.tools.monitor.palette import LINE_COLORS
 from dataparallel.tools.monitor.plot import draw_step
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -102,10 +101,10 @@ def draw(
     figure.suptitle(f"Handwritten digits on {where}: {title[0].lower()}{title[1:]}")
     axes = figure.subplot_mosaic([["loss", "accuracy"], ["step", "step"]], height_ratios=(3, 2))
     epochs = [(i + 1) * len(accuracies) / len(losses) for i in range(len(losses))]
-    axes["loss"].semilogy(epochs, losses, color=LINE_COLORS[0], linewidth=1)
+    axes["loss"].semilogy(epochs, losses, linewidth=1)
     axes["loss"].set(xlabel="epoch", ylabel="training loss (nats)")
     percents = [100 * each for each in accuracies]
-    axes["accuracy"].plot(range(1, len(percents) + 1), percents, color=LINE_COLORS[1], marker=".")
+    axes["accuracy"].plot(range(1, len(percents) + 1), percents, color="C1", marker=".")
     axes["accuracy"].set(xlabel="epoch", ylabel="test accuracy (%)")
     axes["accuracy"].locator_params(axis="x", integer=True)
     for each in (axes["loss"], axes["accuracy"]):

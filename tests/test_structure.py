@@ -64,7 +64,7 @@ SOURCES = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
-    "tools": 8700,
+    "tools": 8450,
     "extras": 2950,
     "monitor": 3500,
     "parallel": 4720,

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dataparallel.errors import needs_extra
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction["Parser"]
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that tells which word a misspelled one may be; its subcommands do so too."""
-
-    #: Python 3.15 would name the same word once more.
-    suggest_on_error = False
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = _suggestion([str(value)], map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse what is unknown: no outer parser knows what is close to it."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [word.split("=")[0] for word in unknown if word.startswith("-")]
-            known = [name for action in self._actions for name in action.option_strings]
-            hint = _suggestion(options, known)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return namespace, unknown
-
-
-def _suggestion(words: Iterable[str], known: Iterable[str]) -> str:
-    known = list(known)
-    close = {match for word in words for match in difflib.get_close_matches(word, known, n=1)}
-    return f"; did you mean {', '.join(map(repr, sorted(close)))}?" if close else ""
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_command(
@@ -51,7 +20,7 @@ def add_command(
     summary: str,
     examples: Sequence[str],
     run: Callable[[argparse.Namespace], int] | None = None,
-) -> Parser:
+) -> argparse.ArgumentParser:
     """Add a subcommand whose ``--help`` ends with examples.
 
     Args:
@@ -119,17 +88,6 @@ def device_names(text: str) -> list[str]:
     if not given:
         raise argparse.ArgumentTypeError("name one device per replica, for example cpu,cpu")
     return given
-
-
-def above_zero(text: str) -> float:
-    """Convert a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 def count(text: str) -> int:

@@ -288,7 +288,6 @@ def test_samples_that_are_lost_are_no_success(
         ("run --keep 0", "'0' is not a whole number of at least 1"),
         (f"run --keep {'9' * 5000}", f"'{'9' * 40}' is not a whole number"),
         ("run --for ever", "'ever' is not a duration"),
-        ("run.CSV", "`dataparallel monitor report FILE.jsonl --csv FILE.csv`"),
         ("run --source other.jsonl", "`record` takes readings from auto, nvml, cpu, virt"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import io
 import json
@@ -275,39 +274,6 @@ def test_the_report_fits_the_terminal(width: int) -> None:
     lines = text_of(training(), width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert any("score per sample" in line for line in lines)
-
-
-def test_a_table_has_a_row_per_device_and_replica(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # cuda:0 has two replicas, and nobody reads cuda:7.
-    devices = ("cuda:0", "cuda:0", "cuda:7")
-    info = make_info(3, device="cuda")
-    uuids = ("GPU-0", "GPU-0", "GPU-7")
-    run = FakeRun(dataclasses.replace(info, devices=devices, uuids=uuids))
-    run.steps(2, [BUSY, SLOW, BUSY])
-    odd = dataclasses.replace(device(1, power=9.0), name='a, "b"\nc', throttle=("x", "y"))
-    path = write_recording(
-        tmp_path / "run.jsonl",
-        [sample(0.0, [device(0), odd]), sample(1.5, [device(0, power=5.0)], run.state())],
-    )
-    table = tmp_path / "run.csv"
-    assert main(["monitor", "report", str(path), "--csv", str(table)]) == 0
-    assert capsys.readouterr().out == f"wrote 5 rows to {table}\n"
-    assert len(table.read_text().splitlines()) == 6
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = ("elapsed", "device", "name", "power_watts", "throttle", "replica", "forward_seconds")
-    assert [[row[column] for column in columns] for row in rows] == [
-        ["0.0", "cuda:0", "NVIDIA H200", "", "", "", ""],
-        ["0.0", "cuda:1", 'a, "b" c', "9.0", "x; y", "", ""],
-        ["1.5", "cuda:0", "NVIDIA H200", "5.0", "", "0", "0.8"],
-        ["1.5", "cuda:0", "NVIDIA H200", "5.0", "", "1", "1.6"],
-        ["1.5", "cuda:7", "", "", "", "2", "0.8"],
-    ]
-    assert {(row["host_utilization_ratio"], row["run_steps"]) for row in rows[2:]} == {
-        ("0.25", "2")
-    }
 
 
 # --- pictures ----------------------------------------------------------------------------------

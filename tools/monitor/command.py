@@ -232,18 +232,11 @@ def _add_report(commands: Subparsers) -> None:
             "dataparallel monitor report run.jsonl",
             "dataparallel monitor report node0.jsonl node1.jsonl",
             "dataparallel monitor report run.jsonl --json > report.json",
-            "dataparallel monitor report run.jsonl --csv run.csv",
         ],
         run=_late("report_command"),
     )
     _add_recordings(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--csv",
-        type=Path,
-        metavar="TABLE",
-        help="write all samples into a table instead, a row per device and sample",
-    )
 
 
 def _add_recordings(parser: argparse.ArgumentParser) -> None:

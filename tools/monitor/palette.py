@@ -83,9 +83,3 @@ DARK = Theme(
 
 #: Those of the terminal, whose ground is mostly dark.
 PHASE_STYLES = DARK.phases
-
-#: For lines in one chart, on white.
-LINE_COLORS = (
-    *("#0b6fc2", "#c2410c", "#087a58", "#8a5cf0"),
-    *("#8c7a00", "#4d1770", "#d6336c", "#5c6773"),
-)

@@ -11,9 +11,10 @@ from typing import Any
 from rich.cells import cell_len
 from rich.text import Text
 
+from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.reading import ProcessReading
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.bars import ACCENT, WARNING, clean
+from dataparallel.tools.monitor.bars import ACCENT, clean
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,21 @@ def _matches(process: ProcessReading, words: Sequence[str]) -> bool:
     return True
 
 
+def ancestors(processes: Iterable[ProcessReading], host: HostProcesses) -> list[ProcessReading]:
+    """Return the parents of processes, and their parents."""
+    found: dict[int, ProcessReading] = {}
+    for process in processes:
+        pid = process.parent
+        while pid and pid not in found:
+            told = host.describe(pid)
+            if told is None:
+                break
+            found[pid] = ProcessReading("", pid, **told)
+            pid = told.get("parent")
+    host.keep(found)
+    return list(found.values())
+
+
 def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Row]:
     """Return the rows and their ancestors below their parents, siblings in the rows' order."""
     own = {row.process.pid for row in rows}
@@ -122,13 +138,12 @@ def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Ro
 def table(
     rows: Sequence[Row],
     own: Container[int],
-    tagged: Container[int] = (),
     marks: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Text], list[int]]:
     """Return a head and the rows, and where each column ends.
 
-    Processes of runs that are watched (``own``) stand out, and those that are tagged. ``marks``
-    tells what stands behind the names of columns.
+    Processes of runs that are watched (``own``) stand out. ``marks`` tells what stands behind the
+    names of columns.
     """
     heads = [one.name + marks.get(one.name, "") for one in COLUMNS]
     texts = [heads, *([one.text(row) for one in COLUMNS] for row in rows)]
@@ -139,8 +154,6 @@ def table(
         sign, style = " ", "bold underline" if row is None else ""
         if pid in own:
             sign, style = ">", f"bold {ACCENT}"
-        if pid in tagged:
-            sign, style = "●", f"bold {WARNING}"
         padded = [sign]
         for one, cell, width in zip(COLUMNS, cells, widths, strict=True):
             room = " " * (width - cell_len(cell))

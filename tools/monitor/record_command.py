@@ -14,11 +14,6 @@ from dataparallel.tools.monitor.signals import handled
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    if arguments.file.suffix.lower() == ".csv":
-        raise ValueError(
-            f"{arguments.file}: a recording is JSON lines; record to FILE.jsonl, and make a table "
-            "of it with `dataparallel monitor report FILE.jsonl --csv FILE.csv`"
-        )
     if arguments.source not in SOURCES:
         raise ValueError(
             f"`record` takes readings from {', '.join(SOURCES)}, but got --source "

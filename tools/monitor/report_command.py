@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dataparallel.tools.monitor.ranks import phase_seconds
 from dataparallel.tools.monitor.recorder import samples_text
-from dataparallel.tools.monitor.recording import RecordingReader, read_recording
+from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.report import (
     DeviceReport,
     JobReport,
@@ -24,7 +24,6 @@ from dataparallel.tools.monitor.report import (
     RunReport,
     make_report,
 )
-from dataparallel.tools.monitor.table import write_table
 from dataparallel.tools.monitor.units import (
     bytes_of_text,
     energy_text,
@@ -42,12 +41,6 @@ _MOST_FINDINGS = 3
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
-    if arguments.csv is not None:
-        readers = [RecordingReader(file) for file in arguments.files]
-        number = write_table(arguments.csv, readers)
-        problems = [problem for reader in readers for problem in reader.problems]
-        print("\n".join((*problems, f"wrote {number} rows to {arguments.csv}")))
-        return 0
     report = make_report(*map(read_recording, arguments.files))
     if arguments.json:
         print(json.dumps(asdict(report), indent=2, allow_nan=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -15,9 +16,18 @@ from textual.widgets import Footer, Input
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.reading import ProcessReading
 from dataparallel.monitor.sample import Sample
-from dataparallel.tools.monitor import process_control, units
+from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.bars import clean
-from dataparallel.tools.monitor.process_rows import COLUMNS, NAMES, Row, arranged, as_tree, table
+from dataparallel.tools.monitor.process_control import end_process
+from dataparallel.tools.monitor.process_rows import (
+    COLUMNS,
+    NAMES,
+    Row,
+    ancestors,
+    arranged,
+    as_tree,
+    table,
+)
 from dataparallel.tools.monitor.top_widgets import Lines, Panel, Table
 from dataparallel.tools.monitor.view import View
 
@@ -66,11 +76,9 @@ class TopApp(App[None]):
         ),
         Binding("r", "reverse", show=False, tooltip="sort the other way around"),
         Binding("t", "tree", "tree", tooltip="processes below their parents"),
-        Binding("e", "environment", "env", tooltip="environment of the process"),
-        Binding("space", "tag", "tag", key_display="space", tooltip="tag a process, or untag it"),
-        Binding("I", "end('interrupt')", "int", tooltip="interrupt: SIGINT, as Ctrl-C sends it"),
-        Binding("T", "end('terminate')", "term", tooltip="terminate: SIGTERM, which asks to end"),
-        Binding("K", "end('kill')", "kill", tooltip="kill: SIGKILL, which nothing can refuse"),
+        Binding("I", "end('INT')", "int", tooltip="SIGINT to the process, as Ctrl-C sends it"),
+        Binding("T", "end('TERM')", "term", tooltip="SIGTERM, which asks the process to end"),
+        Binding("K", "end('KILL')", "kill", tooltip="SIGKILL, which no process can refuse"),
     ]
 
     def __init__(
@@ -97,7 +105,6 @@ class TopApp(App[None]):
         self._rows: list[Row] = []
         self._parents = HostProcesses()
         self._sort, self._descending, self._is_tree = "memory", True, False
-        self._tagged: dict[int, ProcessReading] = {}
         self._ends: Sequence[int] = ()
         self._head, self._machine = Lines("head"), Lines("machine")
         self._table = Table("processes")
@@ -115,9 +122,7 @@ class TopApp(App[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """True if a key does something now."""
-        if action == "end":
-            return self._is_live and not self._read_only
-        return self._is_live if action == "environment" else True
+        return action != "end" or (self._is_live and not self._read_only)
 
     # --- what is shown ---------------------------------------------------------------------------
 
@@ -173,13 +178,10 @@ class TopApp(App[None]):
         )
         if self._is_tree:
             own = [row.process for row in rows]
-            above = process_control.ancestors(own, self._parents) if self._is_live else ()
-            rows = as_tree(rows, above)
+            rows = as_tree(rows, ancestors(own, self._parents) if self._is_live else ())
         self._rows = rows
-        running = {row.process.pid for row in rows}
-        self._tagged = {pid: one for pid, one in self._tagged.items() if pid in running}
         mark = "▼" if self._descending else "▲"
-        lines, self._ends = table(rows, self._view.own_pids(), self._tagged, {self._sort: mark})
+        lines, self._ends = table(rows, self._view.own_pids(), {self._sort: mark})
         self._table.show(lines)
         # The selection stays on its row wherever that goes, also out of sight.
         places: dict[object, int] = {row.key: place for place, row in enumerate(rows)}
@@ -201,7 +203,7 @@ class TopApp(App[None]):
             if self.check_action(one.action.partition("(")[0], ())
         ]
         told += [
-            ("Esc", "end the filter, untag all"),
+            ("Esc", "end the filter"),
             ("↑ ↓ PgUp PgDn", "choose a process, or scroll; so does the mouse"),
             ("← →", "scroll the table sideways"),
             ("Tab", "go between the table and what is above it"),
@@ -234,8 +236,7 @@ class TopApp(App[None]):
         self._draw()
 
     def key_escape(self) -> None:
-        """End the filter, and untag all processes."""
-        self._tagged.clear()
+        """End the filter."""
         self._pattern.clear()
         self._keep_filter()
 
@@ -265,60 +266,20 @@ class TopApp(App[None]):
         self._is_tree = not self._is_tree
         self._draw()
 
-    def action_tag(self) -> None:
-        """Tag the selected process, or untag it."""
-        if self._selected is not None:
-            process = self._selected.process
-            if self._tagged.pop(process.pid, None) is None:
-                self._tagged[process.pid] = process
-            self._draw()
-
-    def action_environment(self) -> None:
-        """Show the environment of the selected process."""
+    def action_end(self, name: str) -> None:
+        """Ask whether the selected process shall get a signal."""
         if self._selected is None:
             return
         process = self._selected.process
-        try:
-            told = process_control.environment(process.pid, started=process.started)
-        except OSError as error:
-            self._tell(error)
-            return
-        text = Text()
-        for name in sorted(told):
-            text.append(clean(name), "bold").append(f"={clean(told[name])}\n")
-        self.push_screen(Panel(f"environment of process {process.pid}", text))
-
-    def action_end(self, how: str) -> None:
-        """Ask whether the tagged processes, or else the selected one, shall be ended."""
-        chosen = list(self._tagged.values())
-        if not chosen and self._selected is not None:
-            chosen = [self._selected.process]
-        if not chosen:
-            return
-        chosen = [one for one in chosen if self._tried(process_control.may_end, one)]
-        text = Text()
-        for one in chosen:
-            told = f"{one.user or units.NOT_AVAILABLE}  {one.command or one.name or ''}"
-            text.append(f"{one.pid:>8}  ", "bold").append(f"{clean(told)}\n")
+        told = f"{process.user or units.NOT_AVAILABLE}  {process.command or process.name or ''}"
 
         def answered(is_wanted: bool | None) -> None:
             if is_wanted:
-                for one in chosen:
-                    self._tried(process_control.end_process, one, how)
-                self._tagged.clear()
-                self._draw()
+                try:
+                    how = signal.Signals[f"SIG{name}"]
+                    end_process(process.pid, how, started=process.started)
+                except OSError as error:
+                    self.notify(clean(str(error)), severity="error", markup=False)
 
-        if chosen:
-            number = "1 process" if len(chosen) == 1 else f"{len(chosen)} processes"
-            self.push_screen(Panel(f"{how} {number}?", text, is_question=True), answered)
-
-    def _tried(self, do: Callable[..., object], process: ProcessReading, *how: str) -> bool:
-        try:
-            do(process.pid, *how, started=process.started)
-        except OSError as error:
-            self._tell(error)
-            return False
-        return True
-
-    def _tell(self, error: OSError) -> None:
-        self.notify(clean(str(error)), severity="error", markup=False)
+        title = f"SIG{name} to process {process.pid}?"
+        self.push_screen(Panel(title, Text(clean(told)), is_question=True), answered)

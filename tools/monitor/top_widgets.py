@@ -108,7 +108,7 @@ class Panel(ModalScreen[bool]):
     """A text that scrolls, and is read and closed; or a question: Enter alone means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,enter,q,n,e,question_mark", "answer(False)"),
+        Binding("escape,enter,q,n,question_mark", "answer(False)"),
         Binding("y", "answer(True)"),
     ]
 

@@ -44,7 +44,7 @@ class Metric:
 
     @property
     def name_with_unit(self) -> str:
-        """The name in tables and, behind a prefix, in Prometheus."""
+        """The name in Prometheus, behind a prefix."""
         parts = (self.name, _SUFFIXES[self.unit], "total" if self.is_counter else "")
         return "_".join(filter(None, parts))
 
