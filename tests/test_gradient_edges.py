@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm, virtual
+from dataparallel.comm.bucket_plan import fill
 from dataparallel.comm.local import sums_of
-from dataparallel.graph.functions import connect, plan_buckets
+from dataparallel.graph.functions import connect
 
 KIB = 256  # float32 elements
 MIB = 1024 * KIB
@@ -46,11 +47,11 @@ def test_sums_go_in_replica_order(slots: list[str]) -> None:
         ([(3, F32), (MIB, F64), (3, F32), (30 * MIB, F32)], ((1,), (0, 2, 3))),
     ],
 )
-def test_plan_buckets(
+def test_buckets_within_a_process(
     sizes: list[tuple[int, torch.dtype]], buckets: tuple[tuple[int, ...], ...]
 ) -> None:
     tensors = [torch.empty(numel, dtype=dtype, device="meta") for numel, dtype in sizes]
-    assert plan_buckets(tensors) == buckets
+    assert tuple(tuple(bucket.indices) for bucket in fill(enumerate(tensors))) == buckets
 
 
 def test_a_bucket_is_reduced_at_once_and_alone(slots: list[str]) -> None:

@@ -74,7 +74,7 @@ MOST_LINES = {
     "collectives": 3450,
     "replicas": 1450,
     "batch": 1750,
-    "graph": 1300,
+    "graph": 1250,
     "threads": 1950,
     "comm": 2200,
     "readings": 2000,

@@ -333,20 +333,6 @@ class Alike(Function):
 
 # --- from the parameters of the replicas to the originals -----------------------------------------
 
-#: Bytes of gradients that are reduced together. Small, because the gradients of a bucket and their
-#: copies are alive together: what one bucket frees, the next one uses. A large bucket would save
-#: little, since large tensors are not packed. Between 1 and 4 MiB no difference was measured, and
-#: the larger of these packs more small tensors into one copy.
-BUCKET_BYTES = 4 * 2**20
-#: The bucket that backward completes last should be small, since nothing is left to hide it.
-FIRST_BUCKET_BYTES = 2**20
-
-
-def plan_buckets(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Indices of tensors, bucket by bucket; the first bucket is the one that backward ends with."""
-    buckets = fill(enumerate(tensors), (FIRST_BUCKET_BYTES, BUCKET_BYTES))
-    return tuple([tuple(bucket.indices) for bucket in buckets])
-
 
 def connect(
     copies: Sequence[Sequence[torch.Tensor]], originals: Sequence[torch.Tensor]
@@ -358,7 +344,8 @@ def connect(
     aliases: list[list[torch.Tensor]] = [list(replica) for replica in copies]
     places = [replica[0].device for replica in copies if replica]
     streams = NodeStreams(places, map(_device, originals[:1]), waits=False)
-    for bucket in plan_buckets(originals):
+    # The first bucket, which is small, is the one that backward ends with.
+    for bucket, _ in fill(enumerate(originals)):
         members = [originals[index] for index in bucket]
         flat = [replica[index] for replica in copies for index in bucket]
         hooks = OriginalHooks(members)

@@ -22,8 +22,8 @@ from torch.optim.optimizer import ParamsT
 
 import dataparallel.comm as comm
 from dataparallel import torch_internals
+from dataparallel.comm.bucket_plan import fill
 from dataparallel.devices import parse_devices
-from dataparallel.graph.functions import plan_buckets
 from dataparallel.graph.originals import IN_GRAD
 from dataparallel.optim.in_backward import DividedOptimizer
 
@@ -200,7 +200,7 @@ def _brought(members: Sequence[Tensor], device: torch.device) -> dict[Tensor, Te
 def _write(stand_ins: dict[Tensor, Tensor]) -> None:
     """Write values to parameters of other devices, a few at a time: little is alive twice."""
     moved = [(p, stand_in) for p, stand_in in stand_ins.items() if stand_in is not p]
-    for bucket in plan_buckets([p for p, _ in moved]):
+    for bucket, _ in fill(enumerate([p for p, _ in moved])):
         originals, sources = zip(*[moved[i] for i in bucket], strict=True)
         (sent,) = comm.broadcast_coalesced(sources, [originals[0].device])
         torch_internals.foreach_copy_(originals, sent)

@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from dataparallel import kernels, torch_internals
-from dataparallel.comm.bucket_plan import plan_buckets
+from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, plan_buckets
 from dataparallel.comm.local import sums_of
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
-from dataparallel.reducer.options import FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, Options
+from dataparallel.reducer.options import Options
 from dataparallel.reducer.parameters import TrainedParameters
 
 _grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")

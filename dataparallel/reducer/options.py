@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dataparallel.comm.bucket_plan import LOCAL_BUCKET_BYTES
 from dataparallel.reducer.parameters import MixedPrecision
 
 #: ``"processes"``: the mean over the processes, as in torch. ``"samples"``: the mean weighted by
@@ -16,15 +17,10 @@ AverageKind: TypeAlias = Literal["processes", "samples", "none"]
 NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
 MIB = 2**20
-#: As in torch: small, so that communication begins early.
-FIRST_BUCKET_BYTES = MIB
 #: As in torch.
 BUCKET_BYTES = 25 * MIB
 #: On the CPU what is sent early costs little, and gradients are packed while a cache has them.
 CPU_BUCKET_BYTES = 8 * MIB
-#: Without processes nothing is sent, and what a bucket holds is freed when it is summed: small
-#: buckets keep less alive.
-LOCAL_BUCKET_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
