@@ -9,13 +9,11 @@ from dataparallel.kernels.backend import warm_up
 from dataparallel.kernels.cupy_backend import CupyBackend as _CupyBackend
 from dataparallel.kernels.fingerprint import fingerprint
 from dataparallel.kernels.flatten import BucketLayout, flatten, unflatten
-from dataparallel.kernels.reduce_add import reduce_add
 
 __all__ = [
     "BucketLayout",
     "fingerprint",
     "flatten",
-    "reduce_add",
     "unflatten",
     "warm_up",
 ]

@@ -21,10 +21,6 @@ class Backend(ABC):
         """True if kernels can be launched on ``device``. Cheap after the first call."""
 
     @abstractmethod
-    def can_read(self, reader: torch.device, owner: torch.device) -> bool:
-        """True if a kernel on ``reader`` can read the memory of ``owner`` through its addresses."""
-
-    @abstractmethod
     def most_blocks(self, device: torch.device) -> int:
         """Return the most blocks that a launch should have; further ones would only wait."""
 
@@ -93,5 +89,4 @@ def warm_up(device: torch.device) -> None:
     """
     backend = backend_of(device)
     if backend is not None:
-        for source in ("flatten", "reduce_add"):
-            backend.load(device, source)
+        backend.load(device, "flatten")

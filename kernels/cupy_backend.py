@@ -22,7 +22,7 @@ _log = logging.getLogger("dataparallel")
 _LEAST_CAPABILITY = (7, 0)
 
 # Every training step of several replicas needs it.
-_TRIED = "reduce_add"
+_TRIED = "flatten"
 
 # Four times as many as one holds at a time, if registers allow. If they do not, the blocks that run
 # last, when others have ended, have a small share of the work.
@@ -53,11 +53,6 @@ class CupyBackend(Backend):
             and _cupy() is not None
             and _capability(device) >= _LEAST_CAPABILITY
             and self._compiles(device)
-        )
-
-    def can_read(self, reader: torch.device, owner: torch.device) -> bool:
-        return reader == owner or (
-            reader.type == owner.type == "cuda" and _enable_peer(reader, owner)
         )
 
     def most_blocks(self, device: torch.device) -> int:
@@ -166,18 +161,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @functools.cache
 def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
-def _enable_peer(reader: torch.device, owner: torch.device) -> bool:
-    """True if ``reader`` can address the memory of ``owner``; if so, lets it."""
-    if not torch.cuda.can_device_access_peer(reader, owner):
-        return False
-    # Torch enables it at the first copy, and keeps the book of it: the device that is copied from
-    # may access the other one. The documentation does not say which of the two has to begin.
-    torch.empty(1, device=reader).to(owner)
-    torch.empty(1, device=owner).to(reader)
-    return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Element types, and what a tensor's memory looks like: what kernels can read, what overlaps."""
+"""Element types, and what a tensor's memory looks like: what kernels can read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ SUFFIXES = {
     torch.float64: "f64",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
 }
 
 # Tensors that stand for nothing else; subclasses may wrap others, or have no memory.
@@ -74,18 +72,6 @@ def lie_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
         size == 1 or one == other
         for size, one, other in zip(first.shape, first.stride(), second.stride(), strict=True)
     )
-
-
-def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """True if two plain tensors have addresses in common, or could have: gaps count too."""
-    if first.device != second.device or not first.numel() or not second.numel():
-        return False
-    return first.data_ptr() < _end(second) and second.data_ptr() < _end(first)
-
-
-def _end(tensor: torch.Tensor) -> int:
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def mark_written(tensors: Sequence[torch.Tensor]) -> None:

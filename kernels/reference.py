@@ -8,68 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from dataparallel import torch_internals
-from dataparallel.kernels.memory import bytes_of, is_dense, is_plain, lie_alike, wide
-
-# --- sums ------------------------------------------------------------------------------------
-
-# Elements that are widened at a time: enough to keep any device busy in little memory.
-_CHUNK = 2**22
-
-
-def reduce_add(inputs: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
-    """As :func:`dataparallel.kernels.reduce_add`, on arguments that were checked."""
-    here = [term.to(out.device) for term in inputs]
-    if wide(out.dtype) == out.dtype or (len(here) <= 2 and scale == 1):
-        # A sum of two is rounded once in any case.
-        _add(here, out)
-        _multiply(out, scale)
-    elif out.numel() > _CHUNK and all(_is_array(tensor, out) for tensor in (*here, out)):
-        flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (*here, out)]
-        for start in range(0, out.numel(), _CHUNK):
-            *terms, total = (tensor[start : start + _CHUNK] for tensor in flat)
-            _add_widened(terms, scale, total)
-    else:
-        _add_widened(here, scale, out)
-
-
-def _add(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Without a pass more than there are additions."""
-    if len(terms) == 1:
-        out.copy_(terms[0])
-        return
-    # Terms after the second are still to be read when `out` is written.
-    apart = any(_may_share(out, term) for term in terms[2:])
-    total = torch.add(terms[0], terms[1], out=None if apart else out)
-    for term in terms[2:]:
-        total.add_(term)
-    if apart:
-        out.copy_(total)
-
-
-def _add_widened(terms: Sequence[torch.Tensor], scale: float, out: torch.Tensor) -> None:
-    total = terms[0].to(wide(out.dtype), copy=True)
-    for term in terms[1:]:
-        total.add_(term)
-    _multiply(total, scale)
-    out.copy_(total)
-
-
-def _multiply(total: torch.Tensor, scale: float) -> None:
-    if scale != 1:
-        total.mul_(scale)
-
-
-def _may_share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    # A tensor of a function transform does not show its memory.
-    if any(map(torch_internals.is_transformed, (first, second))):
-        return True
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-
-
-def _is_array(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """True if all elements follow each other, in the order of another tensor of the shape."""
-    return is_plain(tensor) and is_dense(tensor) and lie_alike(tensor, like)
-
+from dataparallel.kernels.memory import bytes_of, wide
 
 # --- copies to and from a bucket -------------------------------------------------------------
 

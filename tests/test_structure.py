@@ -78,7 +78,7 @@ MOST_LINES = {
     "threads": 1950,
     "comm": 2200,
     "readings": 2000,
-    "kernels": 2750,
+    "kernels": 2400,
     "devices": 500,
     "errors": 150,
     "torch_internals": 1140,

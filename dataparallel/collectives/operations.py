@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dataparallel import kernels, torch_internals
+from dataparallel import torch_internals
 from dataparallel.comm.local import type_of_sum
 from dataparallel.graph.functions import NodeStreams, apply_function, on_streams_of_forward
 
@@ -76,8 +76,13 @@ def reduce_terms(op: str, terms: Sequence[Tensor]) -> Tensor:
     if len(terms) == 1:
         return terms[0].clone()
     name = "sum" if op == "avg" else op
-    if name == "sum" and type_of_sum(terms[0], len(terms)) != terms[0].dtype:
-        total = kernels.reduce_add(terms)
+    dtype = type_of_sum(terms[0], len(terms)) if name == "sum" else terms[0].dtype
+    if dtype != terms[0].dtype:
+        # Rounded once.
+        wide = terms[0].to(dtype, copy=True)
+        for term in terms[1:]:
+            wide.add_(term)
+        total = wide.to(terms[0].dtype)
     else:
         # See Note [Order of a sum]. In place after the first two, without a new tensor per term.
         combined = _COMBINED[name]

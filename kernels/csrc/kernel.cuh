@@ -82,7 +82,7 @@ __device__ inline BFloat to_bfloat(float value) {
 
 // --- what each element type is computed in --------------------------------------------------
 
-// `Wide` holds sums, and what a scale is multiplied with; see Note [Order of a sum] of comm.
+// `Wide` is what a scale is multiplied with.
 template <typename T>
 struct Element;
 
@@ -109,19 +109,6 @@ struct Element<BFloat> {
   using Wide = float;
   __device__ static Wide widen(BFloat value) { return ::widen(value); }
   __device__ static BFloat narrow(Wide value) { return to_bfloat(value); }
-};
-// Integers wrap, as torch's do.
-template <>
-struct Element<int> {
-  using Wide = u32;
-  __device__ static Wide widen(int value) { return static_cast<u32>(value); }
-  __device__ static int narrow(Wide value) { return static_cast<int>(value); }
-};
-template <>
-struct Element<i64> {
-  using Wide = u64;
-  __device__ static Wide widen(i64 value) { return static_cast<u64>(value); }
-  __device__ static i64 narrow(Wide value) { return static_cast<i64>(value); }
 };
 
 // --- 16 bytes at a time ---------------------------------------------------------------------
@@ -155,21 +142,6 @@ __device__ inline void store_aligned(T* to, const Pack<T>& pack) {
                "r"(words.z), "r"(words.w)
                : "memory");
 #endif
-}
-
-// From any address of an element. Threads of a warp read addresses that lie multiples of 16 bytes
-// apart, so that all of them take the same branch.
-template <typename T>
-__device__ inline Pack<T> load_pack(const T* from) {
-  if (is_aligned(from)) {
-    return load_aligned(from);
-  }
-  Pack<T> pack;
-#pragma unroll
-  for (int j = 0; j < Pack<T>::SIZE; ++j) {
-    pack.at[j] = from[j];
-  }
-  return pack;
 }
 
 // How many elements there are before the first that lies on a multiple of 16 bytes.

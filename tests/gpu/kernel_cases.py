@@ -83,21 +83,6 @@ def at(device: torch.device, offset: int, content: Tensor) -> Tensor:
     return memory[offset:].copy_(content)
 
 
-def reduce_add(device: torch.device, size: int, offset: int) -> list[Tensor]:
-    results: list[Tensor] = []
-    for dtype in (*FLOATS, *EXACT):
-        for count in (1, 2, 3, 5, 9):
-            offsets = [offset * (i % 2) for i in range(count)]
-            terms = [at(device, o, values(size, dtype, i)) for i, o in enumerate(offsets)]
-            if dtype in EXACT:
-                results.append(kernels.reduce_add(terms))
-                continue
-            out = at(device, offset, torch.zeros(size, dtype=dtype))
-            kernels.reduce_add(terms, 0.5, out)
-            results += [out, kernels.reduce_add(terms, out=terms[-1])]
-    return results
-
-
 def _lists(device: torch.device, size: int, offset: int, dtype: torch.dtype) -> list[Tensor]:
     """Tensors of several layouts."""
     side = int(size**0.5)
@@ -133,7 +118,7 @@ def fingerprint(device: torch.device, size: int, offset: int) -> list[Tensor]:
     return [kernels.fingerprint(_lists(device, size, offset, dtype)) for dtype in dtypes]
 
 
-CASES: tuple[Case, ...] = (reduce_add, flatten, unflatten, fingerprint)
+CASES: tuple[Case, ...] = (flatten, unflatten, fingerprint)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ WRAPPERS: dict[str, Any] = {
 # NVIDIA's names for kernels that multiply matrices.
 _PRODUCTS = ("gemm", "cutlass", "nvjet")
 # The kernels that add gradients of replicas: torch's additions to several tensors at once.
-_SUMS = ("multi_tensor_apply", "reduce_add")
+_SUMS = ("multi_tensor_apply",)
 
 by_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS)
 by_places = pytest.mark.parametrize(

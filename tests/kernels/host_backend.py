@@ -68,9 +68,6 @@ class HostBackend(Backend):
     def serves(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
-    def can_read(self, reader: torch.device, owner: torch.device) -> bool:
-        return owner.type == "cpu"
-
     def most_blocks(self, device: torch.device) -> int:
         return self._blocks
 

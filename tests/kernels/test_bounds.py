@@ -102,19 +102,6 @@ def _launched(kernel: str, count: int) -> None:
     assert sum(name.startswith(kernel) for name in host.launches) >= count, host.launches[:9]
 
 
-def _reduce_add() -> None:
-    for dtype, size in itertools.product(SUFFIXES, SIZES):
-        values = [_values(size, dtype) for _ in range(3)]
-        expected = kernels.reduce_add(values)
-        for out in _places(expected.clone()):
-            for first in _places(values[0], read_only=True):
-                terms = [first, *(guarded(value, read_only=True) for value in values[1:])]
-                out.zero_()
-                kernels.reduce_add(terms, out=out)
-                assert torch.equal(out, expected)
-    _launched("reduce_add", 9 * 6 * (len(SIZES) - 1))
-
-
 def _flatten() -> None:
     shapes = [(0,), (1,), (7, 3), (33, 65), (5, 9, 17), (8205,), (3,)]
     pairs = [(dtype, dtype) for dtype in SUFFIXES]
@@ -148,7 +135,7 @@ def _fingerprint() -> None:
     _launched("fingerprint", 100)
 
 
-@pytest.mark.parametrize("function", [_reduce_add, _flatten, _fingerprint])
+@pytest.mark.parametrize("function", [_flatten, _fingerprint])
 def test_kernels_stay_within_their_tensors(function: Callable[[], None]) -> None:
     assert exit_status(function) == 0
 

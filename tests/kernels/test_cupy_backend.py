@@ -40,7 +40,6 @@ class Machine:
         self.launches: list[tuple[Any, ...]] = []
         self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self.loaded: list[tuple[int, str]] = []
-        self.peers: list[tuple[int, int]] = []
         self.fails: Exception | None = None
         self.architectures: tuple[int, ...] = (80, 90)
         self._here = threading.local()
@@ -73,7 +72,6 @@ class Machine:
             "current_stream": lambda device: SimpleNamespace(cuda_stream=self.stream_of(device)),
             "get_device_capability": lambda device: (9, 0),
             "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
-            "can_device_access_peer": lambda reader, owner: owner.index != 3,
         }
 
     def state(self) -> tuple[int, int]:
@@ -94,10 +92,6 @@ class Machine:
     def stream_of(device: torch.device) -> int:
         """Torch's current stream: one for each thread and device."""
         return 1000 * (threading.get_ident() % 1000 + 1) + device.index
-
-    def empty(self, size: int, device: torch.device) -> Any:
-        """Stands in for torch.empty."""
-        return SimpleNamespace(to=lambda other: self.peers.append((device.index, other.index)))
 
     def _compile(self, program: str, options: tuple[str, ...]) -> None:
         self.compiled.append((program, options))
@@ -136,7 +130,6 @@ def forget() -> None:
         cupy_backend._look_for_cupy,
         cupy_backend._capability,
         cupy_backend._num_multiprocessors,
-        cupy_backend._enable_peer,
         compiler.compile_source,
     ):
         cached.cache_clear()
@@ -222,21 +215,6 @@ def test_threads_have_devices_and_streams_of_their_own(machine: Machine) -> None
     # At the same time, but compiled once and loaded once for each device.
     assert len(machine.compiled) == 1
     assert sorted(device for device, _ in machine.loaded) == [0, 1, 2, 3]
-
-
-def test_peers_are_allowed_to_read_in_both_directions(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "empty", machine.empty)
-    kernels = CupyBackend()
-    assert kernels.can_read(DEVICES[0], DEVICES[0])
-    assert not machine.peers
-    for _ in range(2):
-        assert kernels.can_read(DEVICES[0], DEVICES[1])
-    # Torch lets the device that is copied from access the other one.
-    assert machine.peers == [(0, 1), (1, 0)]
-    for pair in ((DEVICES[0], DEVICES[3]), (DEVICES[0], torch.device("cpu"))):
-        assert not kernels.can_read(*pair)
 
 
 # --- compiling ---------------------------------------------------------------------------------
