@@ -57,6 +57,9 @@ MAY_NAME_CUDA = {
     "dataparallel/monitor/readings/visible_devices.py": "tells how torch calls NVIDIA's",
 }
 
+#: Nodes of autograd, named as those of torch.nn.parallel, and collectives, named as torch's.
+MAY_SHARE_A_NAME = {"Broadcast", "Gather", "Scatter"}
+
 MAX_LINES_OF_FUNCTION = 60
 
 SOURCES = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
@@ -296,6 +299,16 @@ def stores(tree: ast.AST, own: bool) -> list[ast.Attribute]:
 def classes() -> dict[str, ast.ClassDef]:
     nodes = [node for tree in sources().values() for node in ast.walk(tree)]
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def test_a_class_shares_its_name_with_no_other_one() -> None:
+    names = [
+        node.name
+        for tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} == MAY_SHARE_A_NAME
 
 
 def inherited_state(owner: ast.ClassDef) -> set[str]:
