@@ -82,7 +82,7 @@ __device__ inline BFloat to_bfloat(float value) {
 
 // --- what each element type is computed in --------------------------------------------------
 
-// `Wide` is what a scale is multiplied with.
+// `Wide` holds products with a scale.
 template <typename T>
 struct Element;
 
@@ -144,7 +144,7 @@ __device__ inline void store_aligned(T* to, const Pack<T>& pack) {
 #endif
 }
 
-// How many elements there are before the first that lies on a multiple of 16 bytes.
+// Return the number of elements before the first that lies on a multiple of 16 bytes.
 template <typename T>
 __device__ inline i64 head_of(const T* address, i64 size) {
   i64 head = static_cast<i64>((16 - (reinterpret_cast<u64>(address) & 15)) & 15) / sizeof(T);
