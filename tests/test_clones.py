@@ -180,6 +180,46 @@ def test_what_replica_0_does_to_itself_is_done_to_the_original(
     model.close()
 
 
+class Counting(nn.Linear):
+    scale = 1.0
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        # A copy does not take the clones along.
+        assert pickle.loads(pickle.dumps(self)).calls == self.calls
+        return super().forward(x) * self.scale
+
+
+@WRAPPERS
+def test_an_override_may_change_the_clones_and_return_other_containers(
+    wrapper: Any, slots: list[str]
+) -> None:
+    """The module gets what replica 0 does to itself in the forward, and nothing of other clones."""
+
+    class Doubling(wrapper):  # type: ignore[misc]
+        def replicate(self, module: Any, device_ids: Any) -> Any:
+            super().replicate(module, device_ids)
+            replicas = super().replicate(module, device_ids)
+            for replica in replicas:
+                replica.scale = 2.0
+            return tuple(replicas)
+
+    module = Counting(3, 2).to(slots[0])
+    model, x = Doubling(module, slots), torch.randn(8, 3, device=slots[0])
+    for calls in (1, 2, 3):
+        torch.testing.assert_close(
+            model(x), nn.functional.linear(x, 2 * module.weight, 2 * module.bias)
+        )
+        assert module.calls == calls
+        with torch.no_grad():
+            module.weight.mul_(1.5)
+        if wrapper is DataParallel:
+            # Nor from those that no forward uses.
+            own = model.replicate(module, slots)
+            torch.testing.assert_close(own[-1].weight.to(slots[0]), module.weight)
+
+
 # --- what a forward must not do, and what it may ---------------------------------------------
 
 

@@ -143,10 +143,10 @@ def gather(
             don't concatenate. Or a mean of integers is asked for, or an option has no such value.
     """
     options = scalars, weights or (), chunk_sizes, None
-    return join_outputs(list(outputs), target_device, dim, out_dims, *options)
+    return gather_outputs(list(outputs), target_device, dim, out_dims, *options)
 
 
-def join_outputs(
+def gather_outputs(
     outputs: Sequence[Any],
     target_device: DeviceLike | Literal["each"] | None,
     dim: int,
@@ -173,7 +173,9 @@ def join_outputs(
     common = cell._replace(device=parse_output_device(target_device, _CPU))[2:]
     results = []
     for i, own in enumerate(dims):
-        results.append(_join(columns[i], _Cell(Path("outputs", structure, i), own, *common)))
+        results.append(
+            _gather_column(columns[i], _Cell(Path("outputs", structure, i), own, *common))
+        )
     return structure.rebuild(results)
 
 
@@ -274,7 +276,7 @@ def _is_by_samples(
     return True
 
 
-def _join(column: Sequence[Any], cell: _Cell) -> Any:
+def _gather_column(column: Sequence[Any], cell: _Cell) -> Any:
     """Join the values that the replicas returned in one place into one leaf."""
     first, own = column[0], cell.own
     if own is None:
@@ -283,7 +285,7 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
     if num_tensors == len(column):
         if own == SUM:
             return _add_tensors(column, cell)
-        return _join_tensors(column, cell)
+        return _gather_tensors(column, cell)
     if num_tensors:
         kinds = ", ".join(type(leaf).__name__ for leaf in column)
         raise ValueError(
@@ -296,7 +298,7 @@ def _join(column: Sequence[Any], cell: _Cell) -> Any:
         holder = batch_type_of(first)
         assert holder is not None and holder.join is not None
         return move(holder.join(column), cell.device)
-    return _join_others(column, cell)
+    return _gather_others(column, cell)
 
 
 def _are_samples(column: Sequence[Any], cell: _Cell) -> bool:
@@ -319,7 +321,7 @@ def _are_samples(column: Sequence[Any], cell: _Cell) -> bool:
     return registered_type(type(column[0])) is not None or all(map(len, column))
 
 
-def _join_others(column: Sequence[Any], cell: _Cell) -> Any:
+def _gather_others(column: Sequence[Any], cell: _Cell) -> Any:
     """Return the value of all replicas, or a list with that of each."""
     first = column[0]
     if len(column) > 1 and isinstance(first, types.GeneratorType):
@@ -369,17 +371,17 @@ def _add_numbers(column: Sequence[Any], cell: _Cell) -> Any:
     return functools.reduce(operator.add, column)
 
 
-def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+def _gather_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     are_scalars = not any(map(Tensor.dim, column))
     stacks = are_scalars and cell.scalars == "stack"
     if len(column) == 1 and not stacks:
         return move_tensor(column[0], cell.device)
     if are_scalars and not stacks:
-        return _join_scalars(column, cell)
+        return _gather_scalars(column, cell)
     dim = cell.own if isinstance(cell.own, int) else cell.dim
     if not stacks:
         if column[0].is_nested:
-            return _join_nested(column, cell)
+            return _gather_nested(column, cell)
         try:
             joint_dim([tensor.shape for tensor in column], dim)
         except ValueError as error:
@@ -399,7 +401,7 @@ def _join_tensors(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     return gathered
 
 
-def _join_nested(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+def _gather_nested(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     holder = batch_type_of(column[0])
     assert holder is not None and holder.join is not None
     joined: Tensor = holder.join([tensor.to(cell.device) for tensor in column])
@@ -436,7 +438,7 @@ def _sum(terms: Sequence[Tensor], device: torch.device) -> Tensor:
     return result
 
 
-def _join_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
+def _gather_scalars(column: Sequence[Tensor], cell: _Cell) -> Tensor:
     """Return the mean or the sum of 0-d tensors."""
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in column])
     if cell.scalars == "sum":
@@ -485,7 +487,7 @@ def gather_result(
     if len(tensors) == len(sizes) and (are_scalars or have_samples):
         with contextlib.suppress(ValueError):
             cell = _Cell(path, DEFAULT, dim, first.device, scalars, weights, None, None)
-            return _join_tensors(tensors, cell)
+            return _gather_tensors(tensors, cell)
     otherwise = (
         f"a gradient has come to {path!r}, a tensor of shape {tuple(first.shape)} that the module "
         "keeps from replica 0: the other replicas have another one, and they cannot be put "
@@ -502,7 +504,7 @@ def gather_result(
 # --- what chunks count ---------------------------------------------------------------------------
 
 
-def join_scalars(
+def weigh_chunks(
     scalars: ScalarsOption,
     args: Sequence[Sequence[Any]],
     kwargs: Sequence[Mapping[str, Any]],

@@ -32,6 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
+from dataparallel.batch.scatter import TARGETS
 from dataparallel.batch.tree import Structure, flatten
 from dataparallel.graph.functions import apply_function
 from dataparallel.replicas.clones import REGISTRIES, ModuleClones, Parts
@@ -133,6 +134,8 @@ class _Replica:
         last = None if self._last is None else self._last()
         if last is not None and not last.is_over:
             return replica
+        # The targets of a loss are the criterion's.
+        kwargs = {name: value for name, value in kwargs.items() if name != TARGETS}
         # An empty dict would be a leaf, and another one each time.
         values, form = flatten((args, kwargs) if kwargs else (args,))
         key = structure, form, tuple(map(_kind, values)), _mode(self._device)

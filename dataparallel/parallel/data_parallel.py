@@ -1,11 +1,5 @@
 """The wrapper that trains a module on several devices from one process.
 
-Our wrappers give the state of their module under the module's own names. Torch's wrappers put
-``module.`` before each, and states of both are loaded. A name that begins with ``module.`` may be
-either, since a module may have a child of that name. So each wrapper decides for all names that
-come to it at once, by which reading more of them are known. As many both ways: then they have the
-prefix if all of them begin with it and no name of the module does.
-
 Note [Attributes of a wrapper]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Attributes that the wrapper lacks are read from its module, so they have to be written there, too. A
@@ -19,10 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,17 +26,23 @@ from dataparallel.batch.gather import (
     Scalars,
     ScalarsOption,
     gather,
-    join_outputs,
+    gather_outputs,
+    gather_result,
+    has_scalars,
     nothing_to_split,
+    weigh_chunks,
 )
 from dataparallel.batch.scatter import (
     TARGETS,
     BatchSplitter,
+    Leaf,
     ScatterPlan,
     execute,
     move,
     plan_scatter,
+    watch,
 )
+from dataparallel.batch.tree import flatten
 from dataparallel.comm.links import require_sound
 from dataparallel.devices import (
     DeviceLike,
@@ -53,23 +52,28 @@ from dataparallel.devices import (
     parse_devices,
     parse_output_device,
 )
-from dataparallel.errors import chosen, listed
-from dataparallel.parallel import step
-from dataparallel.parallel.buffers import BufferPolicy
+from dataparallel.errors import add_note, chosen, listed
+from dataparallel.graph.functions import refuse_tangents
+from dataparallel.parallel.buffers import BufferPolicy, runs_by_itself
 from dataparallel.parallel.loss import Loss, Weight, arguments
 from dataparallel.parallel.runner import Runner
-from dataparallel.parallel.step import Call, Chunks
-from dataparallel.parallel.training import Training
-from dataparallel.replicas.clones import check_placement, is_spread, place
-from dataparallel.threads.timeline import Timeline
+from dataparallel.parallel.state_names import finish_state, load_state
+from dataparallel.parallel.training import Reduction, Training
+from dataparallel.replicas.clones import (
+    Parts,
+    Result,
+    check_placement,
+    is_spread,
+    left_elsewhere,
+    place,
+)
+from dataparallel.threads.timeline import Timeline, mark_backward
 from dataparallel.torch_internals import untraced
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
 
 _log = logging.getLogger("dataparallel")
-# The prefix of torch's wrappers for the names of their module.
-_PREFIX = "module."
 # Layers that take an input of two dimensions for one sequence without a batch.
 _OF_SEQUENCES = (
     *(nn.RNNBase, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder),
@@ -89,6 +93,19 @@ class _Forward(functools.partial[Any]):
     def __signature__(self) -> inspect.Signature:
         # Trainers ask which arguments they may give.
         return inspect.signature(self.args[0].module.forward)
+
+
+class Chunks(NamedTuple):
+    """The arguments of the replicas in one forward."""
+
+    args: Sequence[Any]
+    kwargs: Sequence[Mapping[str, Any]]
+    #: Number of samples per replica.
+    sizes: tuple[int, ...]
+    #: The reason why the samples were not counted, if they could not be; each chunk counts 1 then.
+    fault: str = ""
+    #: Objects that all replicas get.
+    shared: Sequence[Leaf] = ()
 
 
 class DataParallel(nn.DataParallel[ModuleT]):
@@ -177,7 +194,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 imbalance,
             )
         hooks: Any = self
-        hooks.register_state_dict_post_hook(DataParallel._finish_state)
+        hooks.register_state_dict_post_hook(finish_state)
         hooks.register_load_state_dict_post_hook(DataParallel._finish_load)
         self.device_ids: list[torch.device] = list(devices)  # type: ignore[assignment]
         # A torch.device, or "each"; torch declares an int.
@@ -234,12 +251,100 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 f"a {type(self).__name__} was to be exported or traced, which cannot follow "
                 "replicas in threads; export the module, which has the weights: .module"
             )
-        with torch.autograd.profiler.record_function("DataParallel.forward"), self._begin() as call:
-            return step.run(self, call, inputs, kwargs)
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            return self._call(inputs, kwargs)
 
-    def _begin(self, loss: Loss | None = None) -> AbstractContextManager[Call]:
-        """Surround one forward, and return the facts about it."""
-        return nullcontext(Call(loss=loss))
+    def _call(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None = None
+    ) -> Any:
+        """Run one forward; a balancer runs it again if a replica had too little memory."""
+        with self._begin() as reduction:
+            run = functools.partial(self._run, inputs, kwargs, loss, reduction)
+            try:
+                if self._splitter is None:
+                    result = run()
+                else:
+                    modules = self.module, None if loss is None else loss.module
+                    result = self._splitter.attempt(run, modules, (inputs, kwargs))
+            except RuntimeError as error:
+                if "on the same device" in str(error):
+                    _name_left_elsewhere(error, self.module, self.device_ids[0])
+                raise
+            if self.timeline.listeners and (reduction is None or reduction.training.direct):
+                # No cut tells of the backward.
+                mark_backward(self.timeline, flatten(result)[0])
+            return result
+
+    def _begin(self) -> AbstractContextManager[Reduction | None]:
+        """Surround one forward, and say how its gradients are reduced; None: not at all."""
+        return nullcontext()
+
+    def _run(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss: Loss | None,
+        reduction: Reduction | None,
+        *,
+        is_first: bool = True,
+    ) -> Any:
+        """Run one forward: batch -> chunks -> clones -> threads -> cut -> gathered, or the loss."""
+        module, runner, timeline = self.module, self._runner, self.timeline
+        direct = self._is_direct() if reduction is None else reduction.training.direct
+        if not direct and torch_internals.forward_mode_level() >= 0:
+            _refuse_tangents_of(module, (inputs, kwargs))
+        with timeline.span("scatter"), runner.quiet():
+            chunks = self._split(inputs, kwargs)
+        if timeline.listeners and is_first:
+            timeline.call(chunks.sizes)
+        if direct and loss is None:
+            with timeline.span("forward"):
+                output = module(*chunks.args[0], **chunks.kwargs[0])
+            return self._gather_outputs([output])
+        with timeline.span("scatter"):
+            weights = self._weigh(chunks, loss, reduction)
+            args, named = chunks.args, chunks.kwargs
+            if reduction is not None:
+                args, named = reduction.begin(args, named)
+            replicas: Sequence[Any] = [module]
+            if not direct:
+                replicas = self.replicate(module, self.device_ids[: len(args)])
+            called: Sequence[Any] = replicas
+            if reduction is not None and (recorder := reduction.training.recorder) is not None:
+                called = recorder.replace(reduction.training.clones, replicas, args, named)
+            criteria = [] if loss is None else self._criteria(loss, len(args))
+        with runner.using((module, replicas), (loss and loss.module, criteria)) as used:
+            with watch(chunks.shared) if chunks.shared else nullcontext():
+                if loss is None:
+                    outputs = self.parallel_apply(called, args, named)
+                else:
+                    each = zip(called, criteria, args, named, chunks.sizes, strict=True)
+                    outputs = runner.run([functools.partial(loss, timeline, *one) for one in each])
+            found = runner.check(used, chunks.sizes, reduction.inputs if reduction else ())
+            with timeline.span("gather"):
+                weights = weights or self._weigh(chunks, loss, reduction, (outputs[0], found))
+                scalars, counts = weights or ("stack", chunks.sizes)
+                outputs = _beside(outputs, found) if found else outputs
+                if reduction is not None:
+                    outputs = reduction.end(outputs, counts)
+                results: dict[int, Tensor] = {}
+                if found:
+                    rule = weights if loss is None else None
+                    outputs, results = self._gather_results(chunks, found, outputs, rule)
+                for clones in used:
+                    clones.commit(results)
+                if loss is not None:
+                    return loss.combine(outputs)
+                with runner.quiet():
+                    sizes = None if chunks.fault else chunks.sizes
+                    return self._gather_outputs(outputs, scalars, counts, sizes)
+
+    def _is_direct(self) -> bool:
+        """True if, without a reducer, the module itself runs and no clone."""
+        if len(self.device_ids) > 1 or not runs_by_itself(self.module):
+            return False
+        check_placement(self.module, self.device_ids[0])
+        return True
 
     @property
     def _training(self) -> Training | None:
@@ -318,7 +423,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Return the clones that run the next forward; override to change them."""
-        standing = None if self._training is None else self._training.clones
+        training = self._training
+        standing = None if training is None else training.clones
         return self._runner.lend(module, len(device_ids), standing)
 
     def parallel_apply(
@@ -338,9 +444,32 @@ class DataParallel(nn.DataParallel[ModuleT]):
         scalars: Scalars = "sum" if self.scalars == "sum" else "stack"
         return gather(outputs, output_device, self.dim, scalars=scalars, out_dims=self.out_dims)
 
-    def _join(
+    def _criteria(self, loss: Loss, count: int) -> Sequence[Any]:
+        """Return the criterion of each replica; a clone if it is a module."""
+        if loss.module is None or count == 1:
+            return [loss.criterion] * count
+        return self._runner.lend(loss.module, count)
+
+    def _weigh(
+        self, chunks: Chunks, loss: Loss | None, reduction: Reduction | None, outputs: Any = None
+    ) -> tuple[Scalars, Sequence[float]] | None:
+        """Return how 0-d outputs are put together, and what each chunk counts.
+
+        A function of the user, which may wait for the device, is for 0-d outputs alone. So it is
+        asked before the forward if such a call has had some; else afterwards, if there are some.
+        """
+        weighs = reduction is not None and reduction.weight is None
+        rule = self.scalars if loss is None else "stack"
+        kind = len(chunks.args[0]), *chunks.kwargs[0]
+        if callable(rule) and not weighs and kind not in self._notes.with_scalars:
+            if outputs is None or not has_scalars(outputs):
+                return None
+            self._notes.with_scalars.add(kind)
+        return weigh_chunks(rule, *chunks[:4], weighs=weighs)
+
+    def _gather_outputs(
         self,
-        outputs: list[Any],
+        outputs: Sequence[Any],
         scalars: Scalars = "stack",
         counts: Sequence[float] = (),
         sizes: Sequence[int] | None = None,
@@ -354,9 +483,39 @@ class DataParallel(nn.DataParallel[ModuleT]):
             return self.gather(outputs, self.output_device)
         weights = counts if scalars == "mean" else ()
         dims = self.dim, self.out_dims
-        return join_outputs(
+        return gather_outputs(
             outputs, self.output_device, *dims, scalars, weights, sizes, self._notes
         )
+
+    def _gather_results(
+        self,
+        chunks: Chunks,
+        found: Sequence[Result],
+        rows: Sequence[Any],
+        weights: tuple[Scalars, Sequence[float]] | None,
+    ) -> tuple[list[Any], dict[int, Tensor]]:
+        """Return the outputs, and the module's results by the ids of the tensors of replica 0.
+
+        ``rows`` are what :func:`_beside` has made, as the cut has returned them; ``weights`` tell
+        how 0-d outputs are put together, and what each chunk counts, where that is known.
+        """
+        outputs, *columns = map(list, zip(*rows, strict=True))
+        tensors = [[tensor for part in column for tensor in part] for column in columns]
+        if len(self.device_ids) == 1:
+            gathered = [column[0] for column in tensors]
+        else:
+            if weights is None and has_scalars(tensors):
+                named = _without_targets(chunks.kwargs)
+                own = chunks.args, named, chunks.sizes
+                weights = weigh_chunks(self.scalars, *own, weighs=False)
+            rule = weights or ("stack", chunks.sizes)
+            with self._runner.quiet():
+                gathered = [
+                    gather_result(one.path, column, self.dim, chunks.sizes, *rule)
+                    for one, column in zip(found, tensors, strict=True)
+                ]
+        firsts = [id(one.tensors[0]) for one in found]
+        return outputs, dict(zip(firsts, gathered, strict=True))
 
     # --- loss ------------------------------------------------------------------------------
 
@@ -395,10 +554,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
             ValueError: ``weight`` is missing for an unknown criterion; or as :meth:`forward`.
         """
         args, kwargs = arguments(inputs)
-        loss = Loss(criterion, weight, self.dim)
+        target = self.device_ids[0] if self.output_device == "each" else self.output_device
+        loss = Loss(criterion, weight, self.dim, target)
         record = torch.autograd.profiler.record_function("DataParallel.loss")
-        with record, self._begin(loss) as call:
-            result: Tensor = step.run(self, call, args, {**kwargs, TARGETS: targets})
+        with record:
+            result: Tensor = self._call(args, {**kwargs, TARGETS: targets}, loss)
             return result
 
     # --- what the wrapper shows of the module --------------------------------------------------
@@ -415,36 +575,11 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """Return the module's buffers under the module's own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def _finish_state(self, state: dict[str, Any], path: str, _: Any) -> None:
-        """Take the prefix away from the names that torch has just given."""
-        inner = path + _PREFIX
-        for table in (state, torch_internals.state_versions(state) or {}):
-            found = {name: table.pop(name) for name in list(table) if f"{name}.".startswith(inner)}
-            # The version of the module itself has no name below it.
-            below = _below(inner, found).items()
-            table.update((path + name if name else path[:-1], value) for name, value in below)
-
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *found: list[str]
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *found)
-        missing_keys, unexpected_keys, errors = found
-        names = [name for name in state_dict if name.startswith(prefix)]
-        is_prefixed = _is_prefixed(self.module, [name[len(prefix) :] for name in names])
-        inner = prefix + _PREFIX if is_prefixed else prefix
-        state = OrderedDict(_below(inner, state_dict))
-        versions = torch_internals.versions_being_loaded()
-        torch_internals.set_state_versions(state, _below(inner, versions or {}))
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        try:
-            # The load of the module's own class is for those who call it themselves.
-            missing, unexpected = nn.Module.load_state_dict(self.module, state, False, assign)
-        except RuntimeError as error:
-            errors.append(str(error).replace("mismatch for ", f"mismatch for {prefix}"))
-        else:
-            missing_keys += [prefix + name for name in missing]
-            unexpected_keys += [inner + name for name in unexpected]
-        unexpected_keys += [name for name in names if not name.startswith(inner)]
+        load_state(self.module, DataParallel, state_dict, prefix, local_metadata, *found)
         # Torch goes on to the children of the wrapper.
         self._modules, self._loaded = {}, self._modules
 
@@ -677,37 +812,32 @@ def _refuse_unbatched(module: nn.Module, inputs: Sequence[Any]) -> None:
         )
 
 
-def _below(path: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries whose names begin with a path, without it; the path becomes ``""``."""
-    start = len(path)
-    return {f"{n}."[start:-1]: v for n, v in table.items() if f"{n}.".startswith(path)}
+def _refuse_tangents_of(module: nn.Module, inputs: Any) -> None:
+    """Refuse forward-mode derivatives of the inputs, or of what a module holds."""
+    held = *module.parameters(), *module.buffers(), *Parts(module).loose_tensors()
+    refuse_tangents((*flatten(inputs)[0], *held))
 
 
-def _is_prefixed(module: nn.Module, names: Collection[str]) -> bool:
-    """True if names that a wrapper of the module is to load have the prefix."""
-    stripped = [name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)]
-    if not stripped:
-        return False
-    known = _known(module)
-    as_they_are, without = (
-        len({known[n] for n in some if n in known}) for some in (names, stripped)
-    )
-    if as_they_are != without:
-        return without > as_they_are
-    own = any(name.startswith(_PREFIX) for name in known.values())
-    return len(stripped) == len(names) and not own
+def _name_left_elsewhere(error: RuntimeError, module: nn.Module, device: torch.device) -> None:
+    """Add to torch's error on devices which tensors nobody has moved, if there are some."""
+    left = left_elsewhere(module, device)
+    if left:
+        add_note(
+            error,
+            f"these attributes hold tensors that are no parts of the module, so that no replica "
+            f"has its own: {listed(left)}; register them as submodules, parameters or buffers "
+            "(what is not trained with requires_grad_(False))",
+        )
 
 
-def _known(module: nn.Module) -> dict[str, str]:
-    """From each name under which a load finds a tensor to the tensor's name in the state."""
-    if isinstance(module, DataParallel):
-        known = _known(module.module)
-        return {f"{_PREFIX}{name}": own for name, own in known.items()} | known
-    known = {name: name for name in module.state_dict(keep_vars=True)}
-    for path, child in module.named_children():
-        below = _known(child).items()
-        known = {f"{path}.{name}": f"{path}.{own}" for name, own in below} | known
-    return known
+def _beside(outputs: Sequence[Any], found: Sequence[Result]) -> list[Any]:
+    """Per replica its output, and for each result a list with its tensor, if it has one."""
+    return [(o, *[result.tensors[i : i + 1] for result in found]) for i, o in enumerate(outputs)]
+
+
+def _without_targets(kwargs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the keyword arguments of the module alone; the targets are the criterion's."""
+    return [{k: v for k, v in one.items() if k != TARGETS} for one in kwargs]
 
 
 def data_parallel(

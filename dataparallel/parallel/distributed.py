@@ -36,9 +36,7 @@ from dataparallel.parallel.data_parallel import (
     not_default,
 )
 from dataparallel.parallel.join import JoinBlock
-from dataparallel.parallel.loss import Loss
-from dataparallel.parallel.step import Call
-from dataparallel.parallel.training import Training
+from dataparallel.parallel.training import Reduction, Training
 from dataparallel.reducer.nonfinite import SkippedSteps
 from dataparallel.reducer.options import AverageKind, NonFiniteAction, Options
 from dataparallel.reducer.parameters import (
@@ -316,7 +314,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     # --- forward ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _begin(self, loss: Loss | None = None) -> Iterator[Call]:
+    def _begin(self) -> Iterator[Reduction]:
         if not self._has_begun:
             # Since the constructor, too.
             self._take_optimizers()
@@ -343,12 +341,12 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 # Nobody asks what the chunks count.
                 weight = 1.0
             try:
-                yield Call(training, weight, synchronize=synchronizes, loss=loss)
+                yield Reduction(training, weight, synchronize=synchronizes)
             except BaseException as error:
                 if reduces and not isinstance(error, torch_internals.StopRecomputation):
                     training.tell(error)
                 raise
-            self.require_forward_param_sync = reduces
+            self._note_forward(reduces)
 
     def _ready(self, *, reduces: bool) -> Training:
         """Return the training of the next forward, made anew and connected if that is needed."""
@@ -358,7 +356,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         block = self._block if shared and torch_internals.join_config(self).enable else None
         fits = block is not None or training.fits(self.module)
         # It is much quicker to see that nothing has changed than to look for buffers.
-        may_send = shared and (block is not None or training.has_buffers)
+        may_send = shared and (block is not None or training.clones.has_buffers)
         sends = may_send and self.will_sync_module_buffers()
         needs_others = shared and (reduces or sends or block is not None)
         lost = shared and training.is_lost(needs_others=needs_others)
@@ -651,8 +649,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         return self._block
 
     def _note_forward(self, reduces: bool) -> None:
-        """Note that another process, which has not joined, has made a forward."""
-        self.require_forward_param_sync = reduces
+        """Note that this process, or another one while this one has joined, has made a forward."""
+        if self.require_forward_param_sync is not reduces:
+            self.require_forward_param_sync = reduces
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return torch's ``Join`` a hook for a process without more inputs; see :meth:`join`."""

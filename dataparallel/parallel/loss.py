@@ -159,13 +159,18 @@ def arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class Loss:
-    """The loss of one batch; for its arguments see ``DataParallel.loss``."""
+    """The loss of one batch, on a device; for its arguments see ``DataParallel.loss``."""
 
     def __init__(
-        self, criterion: Callable[..., Any], weight: Weight | None = None, dim: int = 0
+        self,
+        criterion: Callable[..., Any],
+        weight: Weight | None,
+        dim: int,
+        device: torch.device,
     ) -> None:
         name, rule = _name_of(criterion), _rule_of(criterion)
         self.criterion, self._rule, self._weight, self._dim = criterion, rule, weight, dim
+        self._device = device
         #: The criterion as a module, whose clones replicas want; None for a function.
         self.module = criterion if isinstance(criterion, nn.Module) else None
         self._reduction, self._smooths = "weighted", False
@@ -281,8 +286,9 @@ class Loss:
             raise TypeError(f"{_name_of(criterion)} must return a 0-d tensor, but returned {found}")
         return Part(loss.to(_wide(loss.dtype)) * weight, weight, loss.dtype)
 
-    def combine(self, parts: Sequence[Part], device: torch.device) -> Tensor:
+    def combine(self, parts: Sequence[Part]) -> Tensor:
         """Turn the contributions of the replicas, in their order, into the loss of the batch."""
+        device = self._device
         numerators = [part.numerator.to(device) for part in parts]
         if self._reduction == "none":
             dims = numerators[0].dim()

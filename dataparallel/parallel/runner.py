@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,8 +15,9 @@ from torch import nn
 
 from dataparallel import kernels
 from dataparallel.devices import is_accelerator, is_capturing
+from dataparallel.graph.cut import ReplicaInputs
 from dataparallel.parallel.buffers import BufferPolicy, Members, mean_buffer, watch_of
-from dataparallel.replicas.clones import ModuleClones
+from dataparallel.replicas.clones import ModuleClones, Result, clones_of
 from dataparallel.replicas.values import ReplicaParameters, Sharing
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread
@@ -44,9 +45,6 @@ class Runner:
         self._paces: dict[Phase, Pace] = {"forward": Pace(), "backward": Pace()}
         # The clones of the model, and some of criteria and of forwards that run at the same time.
         self._idle: deque[ModuleClones] = deque(maxlen=8)
-        # Per thread the first replica of those that it was given last, their clones, and whether
-        # others may have these afterwards. Users, too, call `replicate`, maybe without any forward.
-        self._lent: dict[int, tuple[Any, ModuleClones, bool]] = {}
         several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
         #: For what the calling thread itself does to the inputs and outputs of replicas.
         self.quiet: Callable[[], AbstractContextManager[None]] = (
@@ -79,22 +77,50 @@ class Runner:
     def lend(
         self, module: nn.Module, num_replicas: int, standing: ModuleClones | None = None
     ) -> list[Any]:
-        """Replicas of a module for the first slots, up to date; to be used within :meth:`using`.
+        """Return replicas of a module for the first slots, up to date; see :meth:`using`.
 
         They are those of ``standing``, if these are clones of the module.
         """
-        if standing is not None and standing.module is not module:
-            standing = None
         if len(set(self.devices)) > 1 and is_capturing(self.devices[0]):
             raise RuntimeError(
                 "a CUDA graph cannot record replicas on several devices: it would leave out that "
                 "what an optimizer changes is copied to the others between the steps; record one "
                 "process per GPU, or compile the module with mode='reduce-overhead'"
             )
-        clones = standing or self._take_idle(module) or self.make_clones(module)
-        replicas = clones.refresh(num_replicas, detach=not torch.is_grad_enabled())
-        self._lent[threading.get_ident()] = replicas[0], clones, standing is None
-        return replicas
+        if standing is None or standing.module is not module:
+            standing = self._take_idle(module) or self.make_clones(module)
+        detach = not torch.is_grad_enabled()
+        return standing.refresh(num_replicas, detach=detach, marks=True)
+
+    @contextlib.contextmanager
+    def using(self, *lent: tuple[object, Sequence[Any]]) -> Iterator[list[ModuleClones]]:
+        """Use the replicas of some modules; gives their clones, but for replicas of the user."""
+        used = list(filter(None, itertools.starmap(clones_of, lent)))
+        try:
+            yield used
+        finally:
+            for clones in used:
+                clones.release()
+                if not clones.are_standing:
+                    self._idle.append(clones)
+
+    def check(
+        self, used: Sequence[ModuleClones], sizes: Sequence[int], inputs: Sequence[ReplicaInputs]
+    ) -> list[Result]:
+        """See that forwards wrote nothing that they must not; return what they left in attributes.
+
+        Buffers are merged as the policy says.
+        """
+        results: list[Result] = []
+        for clones in used:
+            assigned = clones.check()
+            if clones.has_buffers:
+                watch_of(clones.module, self.policy).look(clones)
+            if self.policy == "mean" and len(self.devices) > 1:
+                clones.merge_buffers(functools.partial(mean_buffer, sizes))
+            if assigned:
+                results += clones.results({id(leaf) for one in inputs for leaf in one.leaves})
+        return results
 
     def make_clones(
         self,
@@ -118,29 +144,3 @@ class Runner:
                     self._idle.remove(clones)
                     return clones
         return None
-
-    @contextlib.contextmanager
-    def using(self, replicas: Sequence[Any]) -> Iterator[ModuleClones | None]:
-        """Use what was lent last; gives the clones, if there are any."""
-        first, clones, returns = self._lent.pop(threading.get_ident(), (None, None, False))
-        if clones is None or replicas[0] is not first:
-            # It runs the module itself, or replicas that the user has made.
-            yield None
-            return
-        try:
-            yield clones
-        finally:
-            clones.release()
-            if returns:
-                self._idle.append(clones)
-
-    def check(self, clones: ModuleClones, sizes: Sequence[int]) -> bool:
-        """See that a forward wrote nothing that it must not, and merge buffers.
-
-        Returns whether replicas have assigned something to attributes.
-        """
-        assigned = clones.check()
-        watch_of(clones.module, self.policy).look(clones)
-        if self.policy == "mean" and len(self.devices) > 1:
-            clones.merge_buffers(functools.partial(mean_buffer, sizes))
-        return assigned

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from dataparallel import kernels, torch_internals
-from dataparallel.batch.tree import flatten
+from dataparallel.batch.tree import Structure, flatten
 from dataparallel.comm.errors import CollectiveError, CollectiveTimeout, RanksParted
 from dataparallel.comm.failures import report
 from dataparallel.devices import is_accelerator
@@ -57,6 +58,9 @@ class Training:
         processes: The links; None if there is no other process and no hook.
         direct: True if the module itself runs: there is nothing to reduce.
         recorder: The recorder of the replicas in graphs, if there is one.
+        cuts: The nodes behind the outputs of forwards.
+        leaves: The parameters of the replicas.
+        clones: The standing clones, which have these.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Training:
         is_spread: bool,
     ) -> None:
         others = group.group if group.world_size > 1 or hook else None
-        self._module, self._options, self._runner = module, options, runner
+        self._module, self.options, self._runner = module, options, runner
         self._group, self._optimizers = group, optimizers
         self._members = Members(
             runner.policy, others, separate=group.separate, timeout=options.timeout
@@ -116,7 +120,7 @@ class Training:
 
     def _refuse_options(self, *, is_spread: bool) -> None:
         """Raise a ValueError for options that do not go together with this module."""
-        options, policy, module = self._options, self._runner.policy, self._module
+        options, policy, module = self.options, self._runner.policy, self._module
         averages = options.average == "samples" and self._group.world_size > 1
         if averages and self._members.spans_processes(module):
             raise ValueError(
@@ -139,14 +143,14 @@ class Training:
 
     def _make_leaves(self) -> list[list[nn.Parameter]]:
         """Make what the replicas compute with; returns what is trained of it."""
-        dtype = self._options.mixed_precision.param_dtype
+        dtype = self.options.mixed_precision.param_dtype
         parameters = list(self._module.parameters())
         self.leaves = ReplicaParameters(parameters, self._runner.devices, dtype)
         return [[row[k] for k in self._trained.indices] for row in self.leaves.rows]
 
     def _make_replicas(self, leaves: list[list[nn.Parameter]]) -> None:
-        options, runner = self._options, self._runner
-        self._cuts = Cuts(
+        options, runner = self.options, self._runner
+        self.cuts = Cuts(
             self.reducer.reduce,
             self._trained.parameters,
             leaves,
@@ -174,7 +178,7 @@ class Training:
 
     def use_runner(self, runner: Runner) -> None:
         """Train on another runner's devices from now on; the other processes need not know."""
-        self._cuts.retire()
+        self.cuts.retire()
         self._runner = runner
         with self._as_made():
             leaves = self._make_leaves()
@@ -187,47 +191,6 @@ class Training:
             return module is self._module
         same = self.clones.follow() and self.leaves.follow()
         return same and not any(map(attrgetter("requires_grad"), self._untrained))
-
-    @property
-    def has_buffers(self) -> bool:
-        """True if the module had buffers when :meth:`fits` was asked last; True if unknown."""
-        return self.clones.parts is None or bool(self.clones.parts.buffers)
-
-    # --- one forward -----------------------------------------------------------------------------
-
-    def begin(
-        self, args: Sequence[Any], kwargs: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[Any], list[ReplicaInputs] | None]:
-        """Return the arguments of the replicas, and their inputs if gradients are computed."""
-        precision = self._options.mixed_precision
-        follows = not self.direct and torch.is_grad_enabled()
-        if not follows and precision.param_dtype is None:
-            return args, kwargs, None
-        if follows:
-            self._cuts.begin(self.leaves.num_changes)
-        inputs: list[ReplicaInputs] = []
-        pairs = []
-        for pair in zip(args, kwargs, strict=True):
-            values, structure = flatten(pair)
-            if precision.param_dtype is not None:
-                values = list(map(precision.convert_input, values))
-            if follows:
-                inputs.append(ReplicaInputs(values))
-                values = inputs[-1].given
-            pairs.append(structure.rebuild(values))
-        args, kwargs = zip(*pairs, strict=True)
-        return args, kwargs, inputs if follows else None
-
-    def end(
-        self, inputs: list[ReplicaInputs], outputs: list[Any], *, weight: float, synchronize: bool
-    ) -> list[Any]:
-        """Return the outputs with the cut behind them."""
-        rows, structures = zip(*map(flatten, outputs), strict=True)
-        if torch_internals.forward_mode_level() >= 0:
-            # They come from tensors that the module has from outside.
-            refuse_tangents([value for row in rows for value in row])
-        connected = self._cuts.connect(inputs, rows, weight=weight, synchronize=synchronize)
-        return [s.rebuild(row) for s, row in zip(structures, connected, strict=True)]
 
     # --- the processes ---------------------------------------------------------------------------
 
@@ -277,3 +240,53 @@ class Training:
         """Remove all hooks and give the process groups back."""
         self._members.close()
         self.reducer.close()
+
+
+@dataclass
+class Reduction:
+    """The reduction of the gradients of one forward: leaves before its replicas, the cut behind."""
+
+    training: Training
+    #: The weight of this process in an average over samples; None adds up its chunks.
+    weight: float | None
+    #: True if they are reduced over processes, too.
+    synchronize: bool
+    #: The inputs of the replicas, if gradients are computed.
+    inputs: list[ReplicaInputs] = field(default_factory=list)
+
+    def begin(
+        self, args: Sequence[Any], kwargs: Sequence[Any]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the arguments of the replicas, with leaves in place of what requires grad."""
+        training, self.inputs = self.training, []
+        precision = training.options.mixed_precision
+        follows = not training.direct and torch.is_grad_enabled()
+        if not follows and precision.param_dtype is None:
+            return args, kwargs
+        if follows:
+            training.cuts.begin(training.leaves.num_changes)
+        pairs = []
+        for pair in zip(args, kwargs, strict=True):
+            values, structure = flatten(pair)
+            if precision.param_dtype is not None:
+                values = list(map(precision.convert_input, values))
+            if follows:
+                self.inputs.append(ReplicaInputs(values))
+                values = self.inputs[-1].given
+            pairs.append(structure.rebuild(values))
+        args, kwargs = zip(*pairs, strict=True)
+        return args, kwargs
+
+    def end(self, outputs: list[Any], counts: Sequence[float]) -> list[Any]:
+        """Return the outputs with the cut behind them; ``counts`` are the weights of the chunks."""
+        if not self.inputs:
+            return outputs
+        rows, structures = zip(*map(flatten, outputs), strict=True)
+        if torch_internals.forward_mode_level() >= 0:
+            # They come from tensors that the module has from outside.
+            refuse_tangents([value for row in rows for value in row])
+        weight = float(sum(counts)) if self.weight is None else self.weight
+        cut = self.training.cuts.connect(
+            self.inputs, rows, weight=weight, synchronize=self.synchronize
+        )
+        return list(map(Structure.rebuild, structures, cut))

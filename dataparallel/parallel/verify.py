@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from dataparallel.batch.gather import join_scalars
+from dataparallel.batch.gather import weigh_chunks
 from dataparallel.batch.scatter import DEFAULT
 from dataparallel.batch.tree import Structure, flatten
 from dataparallel.comm.errors import CollectiveError
@@ -262,8 +262,8 @@ class _Verifier:
             clones = [copy.deepcopy(module, {**shared}) for _ in chunks.args]
             each = zip(clones, chunks.args, chunks.kwargs, strict=True)
             outputs = [clone(*own, **named) for clone, own, named in each]
-            scalars, counts = join_scalars(wrapper.scalars, *chunks[:4], weighs=False)
-            return wrapper._join(outputs, scalars, counts)
+            scalars, counts = weigh_chunks(wrapper.scalars, *chunks[:4], weighs=False)
+            return wrapper._gather_outputs(outputs, scalars, counts)
 
         return self._case.run(module, call, comparison.expected)
 
@@ -465,7 +465,7 @@ class _Verifier:
             return 1.0
         try:
             chunks = self._model._split(self._case.inputs, self._case.kwargs)
-            counts = join_scalars(self._model.scalars, *chunks[:4], weighs=True)[1]
+            counts = weigh_chunks(self._model.scalars, *chunks[:4], weighs=True)[1]
         except (TypeError, ValueError):
             # The wrapper, which is asked next, refuses the batch.
             return 1.0

@@ -272,6 +272,26 @@ def replicate(
     return list(clones)
 
 
+class _Mark:
+    """The mark of the first of some clones, by which these are found; a copy of it has none."""
+
+    def __init__(self, find: Callable[[], ModuleClones | None]) -> None:
+        self.find = find
+
+    def __reduce__(self) -> Any:
+        return bool, (True,)
+
+
+def clones_of(module: object, replicas: Sequence[Any]) -> ModuleClones | None:
+    """Return the clones of a module of which these are; None if the user has made the first."""
+    first = replicas[0] if module is not None else None
+    mark = getattr(first, "__dict__", {}).get(torch_internals.REPLICA_MARK)
+    clones = mark.find() if isinstance(mark, _Mark) else None
+    if clones is None or clones.module is not module or clones.first is not first:
+        return None
+    return clones
+
+
 class Result(NamedTuple):
     """A tensor that a forward has left in an attribute. See Note [Results in attributes]."""
 
@@ -308,6 +328,8 @@ class ModuleClones:
         self.module = module
         self._devices = tuple(devices)
         self._leaves, self._dress = leaves, dress
+        #: True if their parameters are leaves. See Note [Standing clones].
+        self.are_standing = leaves is not None
         self._parameters = Values(devices) if leaves is None else leaves.values
         self._buffers, self._loose = Values(devices, buffer_sharing), Values(devices, "first")
         self._was_training = module.training
@@ -324,10 +346,17 @@ class ModuleClones:
         """The parts of the module; another object once they have changed."""
         return self._parts
 
+    @property
+    def has_buffers(self) -> bool:
+        """True if the module has buffers, or if nothing is known of it."""
+        return self._parts is None or bool(self._parts.buffers)
+
     def _drop(self) -> None:
         """Let go of the clones and of all that a forward left in them."""
         self._filled = False
         self._counterparts: list[dict[int, Any]] = []
+        #: The clone of replica 0.
+        self.first: nn.Module | None = None
         # Per replica whose writes matter, the tables of its clones before the forward: all but
         # those of buffers, and these.
         self._looks: list[tuple[_Look, _Look]] = []
@@ -354,8 +383,8 @@ class ModuleClones:
         self._parts = parts
         return True
 
-    def refresh(self, num_replicas: int, *, detach: bool) -> list[nn.Module]:
-        """Bring the clones up to date, or make new ones."""
+    def refresh(self, num_replicas: int, *, detach: bool, marks: bool = False) -> list[nn.Module]:
+        """Bring the clones up to date, or make new ones; ``marks`` is for :func:`clones_of`."""
         self.release()
         if self._leaves is None or self._parts is None:
             self.follow()
@@ -381,6 +410,7 @@ class ModuleClones:
                 {id(module): object.__new__(type(module)) for module in parts.modules}
                 for _ in range(count)
             ]
+            self.first = self._counterparts[0][id(self.module)]
         self._give_tensors(parts, detach=detach)
         for replica in self._counterparts:
             replica.update({id(one): _copied(one, replica) for one in containers})
@@ -389,6 +419,10 @@ class ModuleClones:
             for replica in self._counterparts:
                 fill(module, replica[id(module)], names, replica)
         if indices:
+            if marks:
+                # Until their forward, nobody else has those that are made for one alone.
+                find = weakref.ref(self) if self.are_standing else lambda: self
+                vars(self.first)[torch_internals.REPLICA_MARK] = _Mark(find)
             if self._dress is not None:
                 self._dress(parts, self._counterparts)
             self._looks, self._contents = [], []

@@ -36,7 +36,7 @@ from dataparallel.monitor.attach import ask, runs
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.trace import write_timeline
-from dataparallel.parallel import step as steps_of_wrappers
+from dataparallel.parallel import data_parallel as wrappers
 from dataparallel.threads import timeline
 from dataparallel.threads.meeting import current_rendezvous
 from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
@@ -147,7 +147,7 @@ def test_nothing_is_made_while_nobody_listens(
         raise AssertionError("a span was made")
 
     monkeypatch.setattr(timeline, "Span", refuse)
-    monkeypatch.setattr(steps_of_wrappers, "mark_backward", refuse)
+    monkeypatch.setattr(wrappers, "mark_backward", refuse)
     train(model, optimizer)
     model.timeline.subscribe(Listener(lambda span: None))
     with pytest.raises(AssertionError, match="a span was made"):
