@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +12,6 @@ import torch
 
 from dataparallel import comm, devices, virtual
 from dataparallel.comm import local
-
-# The function has the name of its module.
-reference = importlib.import_module("dataparallel.kernels.reference")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 PLACES = {
@@ -133,7 +129,7 @@ def test_coalesced_results_have_their_own_version_counters() -> None:
     ],
 )
 def test_small_tensors_travel_together(call: Any, copies: int, large: int, small: int) -> None:
-    here = [torch.ones(n, device="virtual:0") for n in (3, local.LARGE_BYTES // 4, 4)]
+    here = [torch.ones(n, device="virtual:0") for n in (3, local.LARGE_BYTES_OF_LINKS // 4, 4)]
     here += [torch.ones(n, device="virtual:0", dtype=torch.float64) for n in (2, 5)]
     there = [tensor.to("virtual:1") for tensor in here]
     virtual.reset_counters()
@@ -151,11 +147,7 @@ def test_small_tensors_travel_together(call: Any, copies: int, large: int, small
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64], ids=str
 )
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_every_way_to_a_sum_leads_to_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int
-) -> None:
-    # In parts, as large tensors are.
-    monkeypatch.setattr(reference, "_CHUNK", 1000)
+def test_every_way_to_a_sum_leads_to_the_same_bits(dtype: torch.dtype, count: int) -> None:
     terms = [torch.randn(70, 50).to(dtype) * 3**i for i in range(count)]
     expected = in_order(terms)
     groups = [["cpu"], ["virtual:1"], PLACES["virtual"], ["virtual:2", "cpu"], PLACES["mixed"]]

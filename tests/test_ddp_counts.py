@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel, kernels
+from dataparallel import DataParallel, kernels, virtual
 from dataparallel.comm import local
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, two_layers, wrap
@@ -157,10 +157,16 @@ def test_a_forward_copies_parameters_only_after_a_step_and_packed() -> None:
         model(x)
     # A chunk goes to each other device, and the outputs come back together.
     assert sorted(map(str, again)) == devices
+    virtual.reset_counters()
+    model(x)
+    unchanged = virtual.routes()
     optimizer.step()
-    with counting_copies() as after:
-        model(x)
-    assert sorted(map(str, (Counter(after) - Counter(again)).elements())) == devices[1:]
+    virtual.reset_counters()
+    model(x)
+    more = Counter(virtual.routes()) - Counter(unchanged)
+    # All together go to one device, and from there to the other.
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert list(more.values()) == [size, size] and {end for _, end in more} == {1, 2}
 
 
 def test_no_thread_starts_after_the_first_forward(slots: list[str]) -> None:

@@ -71,7 +71,7 @@ def test_a_bucket_is_reduced_at_once_and_alone(slots: list[str]) -> None:
 def test_the_bytes_of_the_gradients_move_once() -> None:
     places = ["virtual:0", "virtual:1"]
     # Two buckets, each of one large tensor and two small ones.
-    shapes = [(300,), (7, 5), (512, 1024), (3, MIB), (11,), (12,)]
+    shapes = [(300,), (7, 5), (1100, 1024), (5, MIB), (11,), (12,)]
     originals = [leaf(places[0], *shape) for shape in shapes]
     num_bytes = sum(original.nbytes for original in originals)
     small_bytes = sum(original.nbytes for original in originals if original.nbytes < MIB)

@@ -76,7 +76,7 @@ MOST_LINES = {
     "batch": 1750,
     "graph": 1250,
     "threads": 1950,
-    "comm": 2200,
+    "comm": 2500,
     "readings": 2000,
     "kernels": 2400,
     "devices": 500,

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import torch_internals
-from dataparallel.comm.local import type_of_sum
+from dataparallel.comm.routes import type_of_sum
 from dataparallel.graph.functions import NodeStreams, apply_function, on_streams_of_forward
 
 # --- reductions ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -25,14 +26,17 @@ import torch
 
 from dataparallel import devices as _devices
 from dataparallel.comm.bucket_plan import fill
+from dataparallel.comm.routes import FlatBroadcast, has_idle_links, sum_flats, type_of_sum
 from dataparallel.errors import listed
-from dataparallel.kernels.memory import is_dense, lie_alike, wide
+from dataparallel.kernels.memory import is_dense, lie_alike
 from dataparallel.torch_internals import flatten_dense_tensors, foreach_add, foreach_add_
 
 DEFAULT_BUFFER_SIZE = 10485760
 #: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
 #: and costs two more passes over its memory; from this size on the passes are what costs more.
 LARGE_BYTES = 256 * 2**10
+#: The same between accelerators, whose memory is many times as fast as the links between them.
+LARGE_BYTES_OF_LINKS = 4 * 2**20
 
 _device, _dtype, _layout = attrgetter("device"), attrgetter("dtype"), attrgetter("layout")
 _nbytes = attrgetter("nbytes")
@@ -107,8 +111,14 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
 # --- flat buffers --------------------------------------------------------------------------------
 
 
-def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> list[list[int]]:
-    """Group the columns that share a buffer, by their first tensors; some gain nothing."""
+def _plan_groups(
+    rows: Sequence[Sequence[torch.Tensor]], buffer_size: int, places: Iterable[torch.device]
+) -> list[list[int]]:
+    """Group the columns that share a buffer, by their first tensors; some gain nothing.
+
+    ``places`` are the devices between which they travel.
+    """
+    large = LARGE_BYTES_OF_LINKS if all(map(_devices.is_accelerator, places)) else LARGE_BYTES
     first, every = rows[0], list(itertools.chain(*rows))
     # At the speed of C, since mostly it is so.
     if {torch.strided}.issuperset(map(_layout, every)) and all(
@@ -116,27 +126,44 @@ def _plan_groups(rows: Sequence[Sequence[torch.Tensor]], buffer_size: int) -> li
     ):
         sizes = list(map(_nbytes, first))
         is_one = sum(sizes) < buffer_size and len(set(map(_dtype, first))) == 1
-        if is_one and max(sizes) < LARGE_BYTES:
+        if is_one and max(sizes) < large:
             return [list(range(len(first)))]
-        alone = {i for i, size in enumerate(sizes) if size >= LARGE_BYTES}
+        alone = {i for i, size in enumerate(sizes) if size >= large}
     else:
         columns = enumerate(zip(*rows, strict=True))
-        alone = {i for i, column in columns if not all(_is_packable(t, column[0]) for t in column)}
+        alone = {i for i, column in columns if not _are_alike(column, large)}
     rest = [(i, tensor) for i, tensor in enumerate(first) if i not in alone]
     return [*[[i] for i in sorted(alone)], *[some.indices for some in fill(rest, [buffer_size])]]
 
 
-def _is_packable(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """True if a tensor is small and lies in memory without gaps, its elements as in another one."""
-    is_small = tensor.layout == torch.strided and tensor.nbytes < LARGE_BYTES
-    return is_small and is_dense(tensor) and lie_alike(tensor, like)
+def _are_alike(column: Sequence[torch.Tensor], limit: float = math.inf) -> bool:
+    """True if tensors are small and lie in memory without gaps, their elements in one order."""
+    return all(
+        t.layout == torch.strided and t.nbytes < limit and is_dense(t) and lie_alike(t, column[0])
+        for t in column
+    )
+
+
+def _flats(group: Sequence[Sequence[torch.Tensor]], *, whole: bool) -> list[torch.Tensor]:
+    """Return one flat tensor per row: several are packed; one is a view of itself.
+
+    Nothing if a single one is not to be flat: ``whole`` says so, or it has gaps or another class.
+    """
+    if len(group[0]) > 1:
+        return list(map(pack, group))
+    column = [row[0] for row in group]
+    plain = {torch.Tensor}.issuperset(map(type, column)) and not column[0].is_quantized
+    if whole or not plain or not _are_alike(column):
+        return []
+    return [tensor.as_strided((tensor.numel(),), (1,)) for tensor in column]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one flat tensor with the elements of some, in their order in memory."""
+    """Return a flat tensor with the elements of some, in their order in memory; a view of one."""
     if all(map(torch.Tensor.is_contiguous, tensors)):
         return flatten_dense_tensors(tensors)
-    return torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors])
+    flats = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
+    return torch.cat(flats) if len(flats) > 1 else flats[0]
 
 
 def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -220,14 +247,23 @@ def copies_of(
     sources = [tensor.detach() for tensor in tensors]
     on = {slot: list(sources) for slot in slots}
     away = [slot for slot in on if sources and slot != sources[0].device]
-    for members in _plan_groups([sources], buffer_size) if away else ():
+    places = [sources[0].device, *away] if away else []
+    sending = None
+    if away and has_idle_links(places[0], away):
+        sending = FlatBroadcast(places[0], away, sum(map(_nbytes, sources)))
+    for members in _plan_groups([sources], buffer_size, places) if away else ():
         group = [sources[i] for i in members]
-        flat = pack(group) if len(group) > 1 else group[0]
-        for slot in away:
-            copy = copy_to(flat, slot)
-            parts = _unpack(copy, group) if len(group) > 1 else [copy]
+        flats = _flats([group], whole=sending is None)
+        if flats and sending is not None:
+            copies = sending.copies(flats[0], is_packed=len(members) > 1)
+        else:
+            copies = [copy_to((flats or group)[0], slot) for slot in away]
+        for slot, copy in zip(away, copies, strict=True):
+            parts = _unpack(copy, group) if flats else [copy]
             for i, part in zip(members, parts, strict=True):
                 on[slot][i] = part
+    if sending is not None:
+        sending.end()
     # Each slot has tensors of its own; an operator for each of them takes time.
     return [
         [tensor.detach() for tensor in on[slot]] if slot in slots[:i] else on[slot]
@@ -374,14 +410,19 @@ def _add_packed(
 ) -> list[Any]:
     """As :func:`_add`, where terms have to be copied: small ones together."""
     sums: list[torch.Tensor | None] = [None] * len(rows[0])
-    for members in _plan_groups(rows, buffer_size):
+    places = [row[0].device for row in rows]
+    shares = has_idle_links(target, places)
+    for members in _plan_groups(rows, buffer_size, [target, *places]):
         group = [[row[i] for i in members] for row in rows]
-        if len(members) > 1:
-            # Nobody else has a packed tensor yet.
-            (total,) = _add([[pack(row)] for row in group], target, in_place=True)
-            totals = _unpack(total, group[0])
-        else:
+        flats = _flats(group, whole=not shares)
+        # Nobody else has a packed tensor yet.
+        over = in_place or len(members) > 1
+        if not flats:
             totals = _add(group, target, in_place)
+        elif shares:
+            totals = _unpack(sum_flats(flats, target, given=over), group[0])
+        else:
+            totals = _unpack(_add([[flat] for flat in flats], target, over)[0], group[0])
         for i, total in zip(members, totals, strict=True):
             sums[i] = total
     return sums
@@ -413,12 +454,6 @@ def _add(
             over = in_place and first.device == target
             totals[i] = first.copy_(total) if over else total.to(first.dtype)
     return totals
-
-
-def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:
-    """Return the type in which a sum of ``count`` terms is kept."""
-    # A sum of two is rounded once in any case.
-    return wide(term.dtype) if count > 2 and term.layout == torch.strided else term.dtype
 
 
 # --- scatter and gather --------------------------------------------------------------------------

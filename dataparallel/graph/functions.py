@@ -45,8 +45,9 @@ from torch.autograd import Function, forward_ad
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
-from dataparallel.comm.bucket_plan import fill
+from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, fill
 from dataparallel.comm.local import concatenate, copies_of, split, sums_of
+from dataparallel.comm.routes import local_bucket_bytes
 from dataparallel.graph.originals import OriginalHooks
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used. When
@@ -345,7 +346,8 @@ def connect(
     places = [replica[0].device for replica in copies if replica]
     streams = NodeStreams(places, map(_device, originals[:1]), waits=False)
     # The first bucket, which is small, is the one that backward ends with.
-    for bucket, _ in fill(enumerate(originals)):
+    limits = FIRST_BUCKET_BYTES, local_bucket_bytes(originals, places)
+    for bucket, _ in fill(enumerate(originals), limits):
         members = [originals[index] for index in bucket]
         flat = [replica[index] for replica in copies for index in bucket]
         hooks = OriginalHooks(members)

@@ -28,6 +28,7 @@ from torch import nn
 from dataparallel import kernels, torch_internals
 from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, plan_buckets
 from dataparallel.comm.local import sums_of
+from dataparallel.comm.routes import local_bucket_bytes
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import Options
@@ -169,7 +170,10 @@ class Buckets:
         self._leaves = list(itertools.chain(*leaves))
         #: The devices of the replicas and of the originals.
         self.places = {x.device for x in (*self._leaves, *trained.parameters)}
-        self.plan = make_plan(trained, options, order, sends=sends)
+        local = None if sends else local_bucket_bytes(trained.parameters, self.places)
+        #: The bytes with which a bucket behind the first one is full, or those of each.
+        self.limit = options.bucket_bytes(local)
+        self.plan = make_plan(trained, options, order, self.limit, sends=sends)
         self.originals, self.names = originals, names = trained.parameters, trained.names
         reduced = trained.num_reduced if sends else 0
         # They are around other tensors, with no memory of their own.
@@ -222,6 +226,7 @@ def make_plan(
     trained: TrainedParameters,
     options: Options,
     order: Sequence[int] | None,
+    limit: int | tuple[int, ...],
     *,
     sends: bool,
 ) -> list[list[int]]:
@@ -234,7 +239,7 @@ def make_plan(
         # If nothing is sent, nothing begins early: a thread that adds up and frees gradients takes
         # the interpreter's lock from the others at each.
         first_bytes=FIRST_BUCKET_BYTES if sends else LOCAL_BUCKET_BYTES,
-        cap_bytes=options.bucket_bytes(sends=sends),
+        cap_bytes=limit,
         expect_sparse=trained.sparse,
         order=order,
         parts=[prompt, late, local],

@@ -67,7 +67,7 @@ def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
     """Describe the state of a reducer's buckets."""
     options, plan, sends = reducer.options, reducer.buckets.plan, reducer.processes is not None
     count = reducer.trained.num_reduced
-    cap = options.bucket_bytes(sends=sends)
+    cap = reducer.buckets.limit
 
     def sizes(plan: list[list[int]]) -> str:
         parameters = reducer.trained.parameters
@@ -76,7 +76,7 @@ def _buckets(reducer: Reducer) -> dict[str, LoggingValue]:
 
     found: dict[str, LoggingValue] = {
         "bucket_cap_bytes": cap if isinstance(cap, int) else _text(cap),
-        "bucket_sizes": sizes(make_plan(reducer.trained, options, None, sends=sends)),
+        "bucket_sizes": sizes(make_plan(reducer.trained, options, None, cap, sends=sends)),
         "has_rebuilt_buckets": int(reducer.buckets.ordered),
     }
     if reducer.buckets.ordered:

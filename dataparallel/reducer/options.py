@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dataparallel.comm.bucket_plan import LOCAL_BUCKET_BYTES
 from dataparallel.reducer.parameters import MixedPrecision
 
 #: ``"processes"``: the mean over the processes, as in torch. ``"samples"``: the mean weighted by
@@ -63,12 +62,15 @@ class Options:
                 "not finite; leave nonfinite at 'ignore', or take the step after backward"
             )
 
-    def bucket_bytes(self, *, sends: bool) -> int | tuple[int, ...]:
-        """Return the limit of the buckets behind the first one, or a limit for each."""
+    def bucket_bytes(self, local: int | None = None) -> int | tuple[int, ...]:
+        """Return the limit of the buckets behind the first one, or a limit for each.
+
+        ``local`` is that of buckets which no other process gets, if nobody has set one.
+        """
         caps = self.bucket_cap_mb
         if caps is None:
             sent = CPU_BUCKET_BYTES if self.on_cpu else BUCKET_BYTES
-            return sent if sends else LOCAL_BUCKET_BYTES
+            return sent if local is None else local
         return (
             tuple(int(cap * MIB) for cap in caps) if isinstance(caps, Sequence) else int(caps * MIB)
         )

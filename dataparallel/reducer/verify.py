@@ -75,7 +75,7 @@ def verify_across_processes(
         "forward_sync_buffers": str(options.forward_sync_buffers),
         "average": options.average,
         "deterministic": str(options.deterministic),
-        "bucket sizes in bytes": str(options.bucket_bytes(sends=True)),
+        "bucket sizes in bytes": str(options.bucket_bytes()),
         "dtype that is sent": str(options.mixed_precision.reduce_dtype),
         "parameters that are reduced last": str(sorted(options.delayed)),
     }

@@ -47,6 +47,8 @@ from torch.optim.optimizer import (
 from dataparallel import devices, torch_internals
 from dataparallel.comm.checksum import checksum
 from dataparallel.comm.local import copies_of, pack
+from dataparallel.comm.routes import FlatBroadcast, has_idle_links
+from dataparallel.kernels.memory import is_dense
 
 #: Slots that share memory. ``"device"``: all slots on one device, those on the originals' device
 #: the originals themselves. ``"first"``: only the first slot on the originals' device uses them,
@@ -97,8 +99,8 @@ class _Place:
     def __init__(self, device: torch.device, count: int) -> None:
         self.device, self.copies = device, [None] * count  # type: torch.device, list[Any]
         self._versions: list[int] = []
-        # The numbers of those that lie in one piece of memory, in this order, and that piece.
-        self._flats: list[tuple[list[int], torch.Tensor]] = []
+        #: The numbers of those that lie in one piece of memory, in this order, and that piece.
+        self.flats: list[tuple[list[int], torch.Tensor]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -114,17 +116,9 @@ class _Place:
         now = list(map(_version, self.copies)) if self._versions else []
         return set(_different(now, self._versions))
 
-    def write(self, indices: list[int], originals: Sequence[torch.Tensor], traces: _Traces) -> None:
-        """Write copies anew: those that lie in one piece together, if all of them are due."""
-        left = dict(zip(indices, originals, strict=True))
-        # They may be laid out in another way now.
-        for members, flat in self._flats if traces[0] == self._traces[0] else ():
-            if left.keys() >= set(members):
-                flat.copy_(pack([left.pop(i) for i in members]), non_blocking=True)
-                torch.autograd.graph.increment_version([self.copies[i] for i in members])
-        if left:
-            copies = [self.copies[i] for i in left]
-            torch_internals.foreach_copy_(copies, [o.detach() for o in left.values()])
+    def is_laid_out_as(self, traces: _Traces) -> bool:
+        """True if its flats have room for originals with these traces, in their order."""
+        return bool(self.flats) and traces[0] == self._traces[0]
 
     def keep(self, indices: list[int], copies: list[Any], traces: _Traces) -> None:
         """Copies that were made or written just now."""
@@ -141,13 +135,15 @@ class _Place:
         """Find out which copies lie in one piece of memory, now that all are made for good."""
         found: dict[int, list[int]] = {}
         for i, copy in enumerate(self.copies):
-            if copy.layout == torch.strided:
+            if copy.layout == torch.strided and not copy.is_quantized and is_dense(copy):
                 found.setdefault(copy.untyped_storage().data_ptr(), []).append(i)
         for members in found.values():
-            if len(members) > 1:
-                size = sum(self.copies[i].numel() for i in members)
+            plain = {type(self.copies[i].detach()) for i in members} == {torch.Tensor}
+            size = sum(self.copies[i].numel() for i in members)
+            whole = self.copies[members[0]].untyped_storage().nbytes()
+            if plain and size * self.copies[members[0]].element_size() == whole:
                 flat = self.copies[members[0]].detach().as_strided((size,), (1,), 0)
-                self._flats.append((members, flat))
+                self.flats.append((members, flat))
 
 
 class Values:
@@ -285,8 +281,7 @@ class Values:
         with torch.inference_mode(False), torch.no_grad():
             if is_there:
                 made = [[place.copies[i] for i in indices] for place in due]
-                for place in due:
-                    place.write(indices, originals, traces)
+                _write(due, dict(zip(indices, originals, strict=True)), traces)
             else:
                 made = _copies(originals, [place.device for place in due], self._dtype)
             for place, copies in zip(due, made, strict=True):
@@ -478,6 +473,35 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
         name: (types.MethodType(id, value), isinstance(value, torch.Tensor) and versions([value]))
         for name, value in vars(tensor).items()
     }
+
+
+def _write(places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Traces) -> None:
+    """Write copies anew: those that lie in one piece together, if all of them are due."""
+    away = [place for place in places if place.is_laid_out_as(traces)]
+    home = next(iter(left.values())).device
+    sending = None
+    if has_idle_links(home, [place.device for place in away]):
+        num_bytes = sum(original.nbytes for original in left.values())
+        sending = FlatBroadcast(home, [place.device for place in away], num_bytes)
+    rest = dict(left)
+    for number, (members, like) in enumerate(away[0].flats if away else ()):
+        if left.keys() < set(members):
+            continue
+        flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
+        targets = [place.flats[number][1] for place in away]
+        if sending is not None:
+            sending.send(flat, targets, is_packed=len(members) > 1)
+        else:
+            for target in targets:
+                target.copy_(flat, non_blocking=True)
+        torch.autograd.graph.increment_version([p.copies[i] for p in away for i in members])
+    if sending is not None:
+        sending.end()
+    for place in places:
+        some = rest if place in away else left
+        if some:
+            copies = [place.copies[i] for i in some]
+            torch_internals.foreach_copy_(copies, [o.detach() for o in some.values()])
 
 
 def _copies(

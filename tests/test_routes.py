@@ -1,0 +1,183 @@
+"""Bytes per link, bits and races of sums and broadcasts between several devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel import DataParallel, DistributedDataParallel, comm, virtual
+from dataparallel.comm import routes
+
+DEVICES = [f"virtual:{i}" for i in range(4)]
+MIB = 2**20
+
+
+def ports() -> tuple[Counter[int], Counter[int]]:
+    """Return the bytes that each device has sent, and those that it has received."""
+    sent, received = Counter[int](), Counter[int]()
+    for (source, destination), num_bytes in virtual.routes().items():
+        sent[source] += num_bytes
+        received[destination] += num_bytes
+    return sent, received
+
+
+def net(width: int) -> nn.Module:
+    """Parameters of many sizes, a frozen one, one of another type, and one with gaps."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+    layers[1].bias.requires_grad_(False)
+    layers.register_parameter("wide", nn.Parameter(torch.zeros(5, 6).t()))
+    layers.register_parameter("gaps", nn.Parameter(torch.zeros(4, 6)[:, ::2]))
+    layers.register_parameter("small", nn.Parameter(torch.zeros(7, dtype=torch.bfloat16)))
+    return layers
+
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_each_port_carries_as_much_as_the_others(wrapper: Any, num_devices: int) -> None:
+    module = nn.Sequential(*[nn.Linear(700, 700) for _ in range(12)]).to(DEVICES[0])
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    model = wrapper(module, DEVICES[:num_devices])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(num_devices, 700, device=DEVICES[0])
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        virtual.reset_counters()
+    model(x).sum().backward()
+    sent, received = ports()
+    # A star sends and receives (num_devices - 1) times as much at the home, and nowhere else.
+    assert sent[0] == pytest.approx(min(2, num_devices - 1) * size, rel=0.01)
+    assert received[0] == pytest.approx(size, rel=0.01)
+    for device in range(1, num_devices):
+        assert sent[device] <= 2.1 * size and received[device] <= 2.2 * size
+    assert virtual.counters()["copies_device_to_device"] < 40 * num_devices
+
+
+def test_a_broadcast_is_relayed() -> None:
+    x = torch.randn(3 * MIB // 4, device=DEVICES[0])
+    virtual.reset_counters()
+    comm.broadcast(x, DEVICES)
+    sent, received = ports()
+    assert sent == {0: 3 * MIB, 1: 2 * MIB, 2: 2 * MIB, 3: 2 * MIB}
+    assert received == dict.fromkeys((1, 2, 3), 3 * MIB)
+
+
+def test_terms_go_to_owners() -> None:
+    terms = [torch.randn(3 * MIB // 4, device=device) for device in DEVICES]
+    virtual.reset_counters()
+    comm.reduce_add(terms, DEVICES[2])
+    assert set(virtual.routes().values()) == {MIB}
+    sent, received = ports()
+    assert sent == {0: 3 * MIB, 1: 3 * MIB, 3: 3 * MIB, 2: 3 * MIB}
+    assert received == dict.fromkeys(range(4), 3 * MIB)
+
+
+def test_small_tensors_take_turns() -> None:
+    for _ in range(6):
+        comm.broadcast(torch.ones(2, device=DEVICES[0]), DEVICES)
+    virtual.reset_counters()
+    for _ in range(6):
+        comm.reduce_add([torch.ones(4, device=device) for device in DEVICES])
+    _, received = ports()
+    assert set(received.values()) == {96}
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("home", DEVICES)
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [3, 1, 1, 0, 3], [1, 2]])
+def test_sums_have_the_bits_of_replica_order(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, home: str, slots: Sequence[int]
+) -> None:
+    monkeypatch.setattr(routes, "MIN_PIECE_BYTES", 512)
+    sizes = [(33, 5), (1,), (0, 3), (2000,)]
+    rows = [[torch.randn(size).to(dtype) * 3**i for size in sizes] for i in range(len(slots))]
+    given = [
+        [term.to(DEVICES[slot]) for term in row] for slot, row in zip(slots, rows, strict=True)
+    ]
+    with virtual.strict_mode(), virtual.check_races():
+        sums = comm.reduce_add_coalesced(given, home)
+        # Afterwards they are the caller's to change.
+        for row in given:
+            torch._foreach_mul_(row, 2)
+    for i, total in enumerate(sums):
+        expected = rows[0][i].to(torch.float32 if dtype == torch.bfloat16 else dtype)
+        for row in rows[1:]:
+            expected = expected + row[i]
+        assert total.device == torch.device(home)
+        assert torch.equal(total.cpu(), expected.to(dtype))
+    assert all(
+        torch.equal(term.cpu(), old * 2)
+        for row, before in zip(given, rows, strict=True)
+        for term, old in zip(row, before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("home", DEVICES)
+def test_a_large_term_may_be_changed_after_its_sum(home: str) -> None:
+    terms = [torch.randn(3 * MIB // 4, device=device) for device in DEVICES[1:]]
+    expected = terms[0].cpu() + terms[1].cpu() + terms[2].cpu()
+    with virtual.strict_mode(), virtual.check_races():
+        total = comm.reduce_add(terms, home)
+        for term in terms:
+            term.zero_()
+    assert torch.equal(total.cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 5 * MIB // 4])
+def test_copies_may_be_changed_and_so_may_the_source(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(routes, "MIN_PIECE_BYTES", 512)
+    x = torch.randn(size, device=DEVICES[1])
+    expected = x.cpu()
+    with virtual.strict_mode(), virtual.check_races():
+        copies = comm.broadcast(x, [*DEVICES, DEVICES[0]])
+        x.zero_()
+        for copy in copies[2:4]:
+            copy.add_(1)
+    for i, copy in enumerate(copies):
+        assert copy.device == torch.device([*DEVICES, DEVICES[0]][i])
+        assert torch.equal(copy.cpu(), (x.cpu() if i == 1 else expected + (i in (2, 3))))
+
+
+def train(build: Callable[[nn.Module], nn.Module], width: int) -> list[Tensor]:
+    module = net(width).to(DEVICES[0])
+    model = build(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(8, width, device=DEVICES[0])
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+@pytest.mark.parametrize("width", [8, 300])
+def test_training_equals_that_of_the_bare_module(
+    monkeypatch: pytest.MonkeyPatch, wrapper: Any, width: int, seed: int | None
+) -> None:
+    monkeypatch.setattr(routes, "MIN_PIECE_BYTES", 1024)
+    bare = train(lambda module: module, width)
+    virtual.set_schedule(seed)
+    try:
+        with virtual.strict_mode(), virtual.check_races():
+            ours = train(lambda module: wrapper(module, DEVICES), width)
+    finally:
+        virtual.set_schedule(None)
+    for one, other in zip(ours, bare, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
