@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ def run_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return call
 
 
-@pytest.mark.parametrize("name", ["autograd", "kernels", "reducer"])
+@pytest.mark.parametrize("name", ["autograd", "kernels", "reducer", "transport"])
 def test_examples_in_the_help_are_accepted(name: str) -> None:
     parser = importlib.import_module(f"benchmarks.{name}").build_parser()
     examples = parser.format_help().split("examples:\n")[1].splitlines()
@@ -177,3 +178,18 @@ def test_kernels_agree_with_torch_and_a_wrong_result_is_seen(
 
     monkeypatch.setattr(our_kernels, kernel, wrong)
     assert len(task.begin().check(1)["wrong"]) == len(cases)
+
+
+def test_transport_counts_what_the_ports_carry(
+    run_benchmark: Callable[..., int], tmp_path: pathlib.Path
+) -> None:
+    written = tmp_path / "counts.json"
+    assert (
+        run_benchmark("transport", "--devices", "3", "--layers", "2", "--json", str(written)) == 0
+    )
+    counts = json.loads(written.read_text())["counts"]
+    assert [each["wrapper"] for each in counts] == ["DistributedDataParallel", "DataParallel"]
+    for each in counts:
+        assert each["out of the first"] == pytest.approx(2, rel=0.01)
+        assert each["into the first"] == pytest.approx(1, rel=0.01)
+        assert 1 < each["into others"] < 2.5

@@ -2,9 +2,9 @@
 
 Note [Owners]
 ~~~~~~~~~~~~~
-If one of N devices, the home, sent P bytes to each of the others and received as many from each, a
-step would take as long as its link needs for (N - 1) P, and the links between the others would
-idle. So a flat tensor is cut into pieces, and each piece has an owner among the other devices:
+One of N devices is the home. If it sent P bytes to each of the others and received as many, a step
+would take as long as its link needs for (N - 1) P. Links between the others would idle. So a flat
+tensor is cut into pieces, and each piece has an owner among the other devices:
 
 - In a sum, the terms of a piece go straight to its owner, which adds them and sends the sum home.
 - In a broadcast, the home sends a piece to its owner, which sends it on to all others.
@@ -73,7 +73,7 @@ class _Route:
     ) -> None:
         """Copy when the source is ready and the target is free.
 
-        What reads the target waits for ``entering``.
+        Reads of the target wait for ``entering``.
         """
         self.leaving.wait_event(ready)
         self.entering.wait_event(free)

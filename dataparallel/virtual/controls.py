@@ -105,8 +105,9 @@ def routes() -> dict[tuple[int, int], int]:
 
     Example::
 
+        x = torch.ones(1024, device="virtual:0")
         reset_counters()
-        x.to("virtual:1")       # 4 KiB, from virtual:0
+        x.to("virtual:1")
         assert routes() == {(0, 1): 4096}
 
     Returns:
