@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -314,8 +315,8 @@ class Sizes:
     def chunk_sizes(self, batch_size: int, num_slots: int) -> list[int]:
         return [batch_size - 1, 1]
 
-    def attempt(self, call: Any, modules: Any, inputs: Any) -> Any:
-        return call(is_first=True)
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def test_a_balancer_divides_lists(slots: list[str]) -> None:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -42,8 +43,6 @@ from dataparallel.comm.local import chunk_lengths
 from dataparallel.devices import DeviceLike, parse_devices, parse_output_device
 from dataparallel.graph.functions import Broadcast, Scatter, apply_function, behind_own_nodes
 
-T = TypeVar("T")
-
 #: Decides from a batch size and the number of slots how many samples each of them gets.
 ChunkSizesOf: TypeAlias = Callable[[int, int], Sequence[int]]
 
@@ -54,8 +53,8 @@ class BatchSplitter(Protocol):
     def chunk_sizes(self, batch_size: int, num_slots: int) -> Sequence[int]:
         """Return the number of samples for each slot."""
 
-    def attempt(self, call: Callable[..., T], modules: Sequence[Any], inputs: Any) -> T:
-        """Run ``call(is_first=True)``, and learn from its errors."""
+    def watching(self) -> AbstractContextManager[None]:
+        """Surround one forward, and learn from its errors."""
 
 
 #: The entry of `in_dims` and `out_dims` for what the user left open; `None` means "not split".

@@ -257,15 +257,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
     def _call(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None = None
     ) -> Any:
-        """Run one forward; a balancer runs it again if a replica had too little memory."""
+        """Run one forward within all that surrounds it."""
+        watching = nullcontext() if self._splitter is None else self._splitter.watching()
         with self._begin() as reduction:
-            run = functools.partial(self._run, inputs, kwargs, loss, reduction)
             try:
-                if self._splitter is None:
-                    result = run()
-                else:
-                    modules = self.module, None if loss is None else loss.module
-                    result = self._splitter.attempt(run, modules, (inputs, kwargs))
+                with watching:
+                    result = self._run(inputs, kwargs, loss, reduction)
             except RuntimeError as error:
                 if "on the same device" in str(error):
                     _name_left_elsewhere(error, self.module, self.device_ids[0])
@@ -285,8 +282,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         kwargs: Mapping[str, Any],
         loss: Loss | None,
         reduction: Reduction | None,
-        *,
-        is_first: bool = True,
     ) -> Any:
         """Run one forward: batch -> chunks -> clones -> threads -> cut -> gathered, or the loss."""
         module, runner, timeline = self.module, self._runner, self.timeline
@@ -295,7 +290,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             _refuse_tangents_of(module, (inputs, kwargs))
         with timeline.span("scatter"), runner.quiet():
             chunks = self._split(inputs, kwargs)
-        if timeline.listeners and is_first:
+        if timeline.listeners:
             timeline.call(chunks.sizes)
         if direct and loss is None:
             with timeline.span("forward"):

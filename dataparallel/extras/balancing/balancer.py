@@ -10,16 +10,15 @@ numbers meet which sample.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
-
-from torch import nn
+from typing import Any
 
 from dataparallel.comm.local import chunk_lengths
 from dataparallel.errors import add_note
@@ -30,8 +29,6 @@ from dataparallel.monitor.record import StepRecord
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.threads.timeline import Listener, Span
 
-T = TypeVar("T")
-
 _log = logging.getLogger("dataparallel")
 
 # Steps whose records are made together: no more, so that it is known soon what has changed.
@@ -41,7 +38,7 @@ _KEPT = 0.75
 # Every forward asks; mostly for the same batch size.
 _divide = functools.lru_cache(divide)
 # The replicas that ran out of memory in the forward under way.
-_failed: ContextVar[set[int] | None] = ContextVar("balanced_attempt", default=None)
+_failed: ContextVar[set[int] | None] = ContextVar("out_of_memory", default=None)
 
 
 def balance(
@@ -194,14 +191,13 @@ class Balancer:
 
     # --- memory ----------------------------------------------------------------------------------
 
-    def attempt(
-        self, call: Callable[..., T], modules: Sequence[nn.Module | None], inputs: Any
-    ) -> T:
-        """Run a forward of the wrapper, and have smaller chunks next time if memory runs out."""
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Surround a forward of the wrapper; if memory runs out, chunks are smaller next time."""
         failed: set[int] = set()
         token = _failed.set(failed)
         try:
-            return call(is_first=True)
+            yield
         except Exception as error:
             self._lower(error, failed, "with")
             raise
