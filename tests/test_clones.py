@@ -293,13 +293,16 @@ def test_a_step_that_another_thread_is_taking_is_not_the_replicas_doing(
         assert written.wait(60)
 
     module = nn.Linear(4, 3).to(slots[0])
+    model, x = wrapper(module, slots[:2]), torch.ones(4, 4, device=slots[0])
+    # From the first forward of the process on, steps of optimizers are known.
+    model(x)
     module.register_forward_pre_hook(wait)
     other = threading.Thread(target=Slow(module.parameters(), 0.1).step)
     other.start()
     assert begun.wait(60)
     try:
         with torch.no_grad():
-            wrapper(module, slots[:2])(torch.ones(4, 4, device=slots[0]))
+            model(x)
     finally:
         over.set()
         other.join(60)
