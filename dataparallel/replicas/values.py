@@ -485,7 +485,7 @@ def _write(places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Tra
         sending = FlatBroadcast(home, [place.device for place in away], num_bytes)
     rest = dict(left)
     for number, (members, like) in enumerate(away[0].flats if away else ()):
-        if left.keys() < set(members):
+        if not left.keys() >= set(members):
             continue
         flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
         targets = [place.flats[number][1] for place in away]
