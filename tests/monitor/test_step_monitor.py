@@ -542,7 +542,9 @@ def test_steps_are_recorded_with_all_their_phases(wrapper: Any) -> None:
         assert not {"loss", "optimizer"} & set(step.replicas[1].seconds)
     for replica in range(2):
         told = sum(sum(step.replicas[replica].seconds.values()) for step in monitor.steps)
-        assert told == pytest.approx(measured, rel=0.02)
+        # Nothing counts twice, and the waits for input count. A busy machine may stop the thread
+        # between two phases for as long as it likes.
+        assert 5 * 0.004 <= told <= measured
     waited = sum(step.replicas[0].seconds["input"] for step in monitor.steps)
     assert 0.02 <= waited < measured
     assert (monitor.summary().num_steps, monitor.summary().num_left_out) == (4, 1)
