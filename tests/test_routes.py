@@ -181,3 +181,13 @@ def test_training_equals_that_of_the_bare_module(
         virtual.set_schedule(None)
     for one, other in zip(ours, bare, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_lazy_conjugates_travel_as_they_are() -> None:
+    x = torch.randn(2, 3, dtype=torch.complex64, device=DEVICES[1])
+    # The memory of a tensor on the way would be overwritten sooner or later.
+    for _ in range(300):
+        for copy in comm.broadcast(x.conj(), DEVICES):
+            assert torch.equal(copy.cpu(), x.cpu().conj())
+    total = comm.reduce_add([x.to(device).conj() for device in DEVICES])
+    assert torch.equal(total.cpu(), x.cpu().conj() * 4)

@@ -181,6 +181,8 @@ class FlatBroadcast:
         free: Mapping[torch.device, torch.Event],
         is_packed: bool,
     ) -> None:
+        # A copy of a lazy conjugate would make a tensor on the way, on streams of several devices.
+        flat = flat.resolve_conj().resolve_neg()
         ready = self._current[self._home].record_event()
         on = dict(zip(self._places, targets, strict=True))
         with _devices.restored_streams(self._current.values()) as switch:
@@ -220,6 +222,7 @@ def sum_flats(flats: Sequence[torch.Tensor], home: torch.device, *, given: bool)
     They are in order with the current streams of their devices, and so is the sum. With ``given``
     nobody else has them any more. See Note [Owners].
     """
+    flats = [flat.resolve_conj().resolve_neg() for flat in flats]
     places = list(dict.fromkeys(flat.device for flat in flats))
     owners = [place for place in places if place != home]
     current = _current_streams((home, *places))
