@@ -37,8 +37,9 @@ help: ## list the commands
 train: $(RUN_STAMP) ## train on handwritten digits, on all accelerators or else two CPU replicas
 	@$(VENV)/bin/python examples/train_digits.py $(ARGS)
 
+# One process more than a small machine has cores, since many tests wait for processes.
 test: $(DEV_STAMP) ## run the tests
-	@$(VENV)/bin/python -m pytest -q -n 2 $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -q -n 3 $(PYTEST_ARGS)
 
 versions: $(DEV_STAMP) ## run some tests with the oldest and the newest torch, on each Python there is
 	@$(VENV)/bin/python -m tests.versions $(VERSIONS)

@@ -61,7 +61,7 @@ def trees(draw: st.DrawFn) -> tuple[Any, int]:
         lambda inner: st.one_of(
             # As long as the batch, it might have an entry for each sample: that is refused.
             st.lists(inner, max_size=3).filter(lambda made: len(made) != size),
-            st.lists(inner, max_size=3).map(tuple),
+            st.lists(inner, max_size=3).filter(lambda made: len(made) != size).map(tuple),
             st.dictionaries(st.text(max_size=2), inner, max_size=3),
             st.builds(Point, inner, inner),
         ),

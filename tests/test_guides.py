@@ -104,7 +104,7 @@ def test_a_machine_that_fails(tmp_path: pathlib.Path) -> None:
     text = endless.replace("sampler.set_epoch(epoch)", "open('stepped', 'w').close()")
     assert text != endless != SCRIPT
     # On a busy machine the store may take seconds to answer.
-    patient = "from dataparallel.comm import failures\nfailures._ANSWER = 30.0\n"
+    patient = "from dataparallel.comm import failures\nfailures._ANSWER = 8.0\n"
     (tmp_path / "train.py").write_text(patient + text)
     printed, _ = partition.run(lose_a_machine, commands()[0], tmp_path, timeout=150)
     # The next act of rank 0 differs from time to time.

@@ -155,9 +155,9 @@ def test_who_does_not_come_is_named(missing: int, cluster: Cluster) -> None:
     errors = cluster.run(start_without_one, 3, method, missing, init_group=False)
     for rank, text in enumerate(errors):
         if rank != missing:
-            assert text.startswith(f"rank {missing} did not come within 2")
+            assert text.startswith(f"rank {missing} did not come within ")
             assert f"for which rank {rank} of 3 waits" in text
-            assert f"('rank {missing} did not come within 0.2" in text
+            assert f"('rank {missing} did not come within " in text
             assert missing or f"nobody answers at 127.0.0.1:{port}" in text
     # The processes and the port are as good as before.
     found = cluster.run(start_twice, 3, method, init_group=False)

@@ -524,8 +524,10 @@ def test_steps_are_recorded_with_all_their_phases(wrapper: Any) -> None:
     (model, optimizer), (bare, bare_optimizer) = make(wrapper), make(wrapper)
     train(model, optimizer, 2)
     train(bare, bare_optimizer, 7)
-    with StepMonitor(model, publish=False) as monitor:
-        begin = time.perf_counter()
+    monitor = StepMonitor(model, publish=False)
+    begin = time.perf_counter()
+    # The input of the first step is due from here on.
+    with monitor:
         for _ in range(5):
             time.sleep(0.004)
             train(model, optimizer)
