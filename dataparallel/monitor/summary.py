@@ -227,8 +227,9 @@ def _counted(number: int, word: str) -> str:
 def duration(seconds: float) -> str:
     """Seconds with a unit that fits."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
+        # Three digits of 0.9996 s are 1 s, not 1e+03 ms.
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
     return f"{seconds * 1e6:.3g} µs"
 
 

@@ -11,7 +11,7 @@ import pytest
 from dataparallel.monitor.findings import StepWindow
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
-from dataparallel.monitor.summary import Summary, summarize
+from dataparallel.monitor.summary import Summary, duration, summarize
 from tests.monitor.cases import BUSY, SLOW, FakeRun, Seconds, make_info, make_step, make_steps
 
 ONE_DEVICE = dataclasses.replace(make_info(faster_option="fused"), devices=("cpu", "cpu"))
@@ -284,6 +284,14 @@ def test_a_step_that_takes_long_once_does_not_tell_what_to_change(often: int, ki
 
 
 # --- text and metrics ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(999.6, "1000 s"), (0.9996, "1 s"), (0.9994, "999 ms"), (0.0009996, "1 ms"), (2e-6, "2 µs")],
+)
+def test_durations_are_written_without_an_exponent(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_no_step_says_so() -> None:
