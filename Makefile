@@ -62,8 +62,8 @@ docs: $(DEV_STAMP) ## build the documentation and the API reference in site/
 	@echo "See site/index.html; $(VENV)/bin/python -m mkdocs serve shows changes while you write"
 
 browser: $(DEV_STAMP) ## test the monitor's page in Chromium
-	@$(PIP) "playwright>=1.45"
-	@$(VENV)/bin/python -m pytest -q tests/monitor/page_in_browser.py
+	@$(PIP) "playwright>=1.49"
+	@$(VENV)/bin/python -m pytest -q tests/monitor/page_in_browser.py $(PYTEST_ARGS)
 
 images: browser ## make the images of docs/images, in Chromium
 	@$(VENV)/bin/python docs/_site/make_images.py

@@ -16,8 +16,8 @@ from dataparallel.tools.bench import harness
 from tests import forkserver
 from tests.cluster import Cluster
 
-# The options --faults and --all-cases, and the fixtures of tests of faults.
-pytest_plugins = ["tests.faults.harness", "tests.pairs"]
+# The options --faults, --all-cases and --renew-golden, and fixtures.
+pytest_plugins = ["tests.faults.harness", "tests.monitor.golden", "tests.pairs"]
 
 # Uses of memory that no wait orders are errors: in the processes that tests start, too.
 os.environ.setdefault("DATAPARALLEL_VIRTUAL_RACES", "1")

@@ -36,6 +36,7 @@ from dataparallel.tools.monitor.serve_command import serving
 from dataparallel.tools.monitor.server import MonitorServer, Response, Route
 from dataparallel.tools.monitor.site import routes
 from tests.monitor.cases import FakeSampler, make_device, make_run, make_sample, samples
+from tests.monitor.golden import Golden
 
 PAGE = ("/", "/page.js", "/page.css", "/uPlot.min.js", "/uPlot.min.css", "/icon.svg")
 DATA = ("/metrics", "/api/about", "/api/samples")
@@ -155,8 +156,11 @@ def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() ->
 
 # --- what Prometheus is told: all that is known, in base units and under clean names ----------
 
-SLOW = make_sample(devices=(make_device(0, throttle=("power cap",)), make_device(1)))
-FAST = make_sample(devices=(make_device(0), make_device(1)))
+BARE = DeviceReading("cuda:0", "GPU", "nvml"), DeviceReading("cuda:1", "GPU", "nvml")
+FAST = make_sample(devices=BARE, processes=(), runs=(), host=None)
+THROTTLED = dataclasses.replace(BARE[0], throttle=("power cap",))
+SLOW = dataclasses.replace(FAST, devices=(THROTTLED, BARE[1]))
+VERSIONS = {"driver": "570.1", "CUDA": "12.8"}
 #: A sample in which each metric has a value.
 EVERYTHING = make_sample(
     devices=(
@@ -164,17 +168,8 @@ EVERYTHING = make_sample(
         *make_sample().devices,
     ),
     host=HostReading(0.5, 2, 1.0, 2.0, {"main": 0.2}, (1.5, 2.5, 3.5), 4.0, 8.0),
-    versions={"driver": "570.1", "CUDA": "12.8"},
+    versions=VERSIONS,
 )
-OF_HOST = (
-    *("host_swap_used_bytes 4.0", "host_swap_total_bytes 8.0"),
-    *(f'host_load_average{{minutes="{m}"}} {n}' for m, n in ((1, 1.5), (5, 2.5), (15, 3.5))),
-    'driver_info{cuda="12.8",driver="570.1"} 1.0',
-)
-
-
-BUILT = f'build_info{{version="{metadata.version("dataparallel")}"}} 1.0'
-SCORES = ((0, 0.516), (1, 1.0))
 
 
 def exposed(*samples: Sample) -> str:
@@ -188,77 +183,29 @@ def exposed(*samples: Sample) -> str:
     return text.decode()
 
 
-#: The metrics after a sample: one each of a device, process and replica.
-TOLD = """
-device_up{device="cuda:2",name="NVIDIA H100",uuid="GPU-2"} 0.0
-device_utilization_ratio{device="cuda:0",GPU,uuid="GPU-0"} 0.82
-device_memory_used_bytes{device="cuda:0",GPU,uuid="GPU-0"} 5.1539607552e+10
-process_device_memory_bytes{device="cuda:0",WHO} 4.294967296e+10
-process_cpus{WHO} 5.2
-process_host_memory_bytes{WHO} 9.663676416e+09
-host_utilization_ratio 0.43
-host_cpus 64.0
-run_thread_utilization_ratio{rank="0",thread="replica-0"} 0.98
-sample_duration_seconds 0.0031
-sample_timestamp_seconds 1e+06
-run_start_timestamp_seconds{LM,rank="0"} 999940.0
-replica_phase_seconds_total{device="cuda:1",LM,phase="backward",rank="0",replica="1"} 40.0
-replica_phase_seconds_total{device="cuda:1",LM,phase="gather",rank="0",replica="1"} 0.0
-replica_phase{device="cuda:1",LM,phase="gather",rank="0",replica="1"} 1.0
-replica_phase{device="cuda:1",LM,phase="forward",rank="0",replica="1"} 0.0
-replica_memory_bytes{device="cuda:1",LM,rank="0",replica="1"} 8.589934592e+09
-replica_step_samples{device="cuda:1",LM,rank="0",replica="1"} 28.0
-run_steps_total{LM,rank="0"} 1000.0
-run_samples_total{LM,rank="0"} 104000.0
-run_step_seconds{LM,rank="0"} 0.17
-run_info{host="node0",LM,pid="4242",rank="0",world_size="2"
-run_up{LM,rank="0"} 1.0
-"""
-REASON = 'device_throttled{device="cuda:%d",GPU,reason="power cap",uuid='
-
-
-@pytest.mark.parametrize(
-    ("samples", "told", "untold"),
-    [
-        ([], [BUILT], ["sample_timestamp"]),
-        (
-            [make_sample(devices=(dataclasses.replace(make_device(0), parent="cuda:3"),))],
-            ['device_up{device="cuda:0",GPU,parent="cuda:3",uuid="GPU-0"} 1.0'],
-            [],
-        ),
-        ([make_sample()], TOLD.split("\n")[1:-1], ['process_device_memory_bytes{device="cuda:4"']),
-        # A reason for being slow stays with zero.
-        ([FAST], ["device_up"], ["device_throttled"]),
-        ([SLOW], [REASON % 0 + '"GPU-0"} 1.0', REASON % 1 + '"GPU-1"} 0.0'], []),
-        ([SLOW, FAST], [REASON % 0 + '"GPU-0"} 0.0'], []),
-        # The straggler has half the score.
-        (
-            [make_sample(0), make_sample(1)],
-            [
-                f'replica_score_ratio{{device="cuda:{i}",LM,rank="0",replica="{i}"}} {n}'
-                for i, n in SCORES
-            ],
-            [],
-        ),
-        ([EVERYTHING], [*OF_HOST], []),
-        ([make_sample()], [], [one.partition("{")[0].partition(" ")[0] for one in OF_HOST]),
-        # A run that ends is down.
-        ([make_sample(runs=())], ["host_cpus"], ["run_up"]),
-        (
-            [make_sample(), make_sample(runs=())],
-            ['run_up{LM,rank="0"} 0.0'],
-            ["replica_phase", "run_s"],
-        ),
+PART = dataclasses.replace(make_device(0), parent="cuda:3")
+NO_MORE: dict[str, Any] = {"devices": (), "processes": (), "host": None}
+METRICS_AFTER = {
+    "nothing": [],
+    "a machine and its run": [make_sample(0), make_sample(1)],
+    "a run that is gone": [make_sample(**NO_MORE), make_sample(**NO_MORE, runs=())],
+    "a part of a device": [dataclasses.replace(FAST, devices=(PART,))],
+    "a host that tells everything": [
+        dataclasses.replace(FAST, devices=(), host=EVERYTHING.host, versions=VERSIONS)
     ],
-)
-def test_values(samples: list[Sample], told: list[str], untold: list[str]) -> None:
-    text = (
-        exposed(*samples).replace(',parent=""', "").replace('name="NVIDIA H100 80GB HBM3"', "GPU")
-    )
-    text = text.replace('job="",', "").replace('model="TransformerLM"', "LM")
-    text = text.replace('pid="4242",process="python train.py --epochs 90",user="ada"', "WHO")
-    assert [one for one in told if f"\ndataparallel_{one}" not in text] == [], text
-    assert [one for one in untold if f"\ndataparallel_{one}" in text] == []
+    "a device that was never slowed down": [FAST],
+    "one of two devices is slowed down": [SLOW],
+    "it is no more": [SLOW, FAST],
+}
+
+
+def test_values(golden: Golden) -> None:
+    shown = {}
+    for what, looks in METRICS_AFTER.items():
+        text = exposed(*looks).replace(metadata.version("dataparallel"), "VERSION")
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        shown[what] = "\n".join(f"{name} {float(value):.7g}" for name, _, value in lines)
+    golden("metrics", shown)
 
 
 #: As promtool has them.

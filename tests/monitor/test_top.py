@@ -40,6 +40,7 @@ from tests.monitor.cases import (
     sample,
     samples,
 )
+from tests.monitor.golden import Golden
 
 ENTER = "\x1b[?1049h"
 
@@ -218,75 +219,46 @@ def test_no_line_is_longer_than_the_terminal(width: int) -> None:
 
 
 EMPTY = make_sample(devices=(), processes=(), host=None, runs=(), notes=())
-CARD = dataclasses.replace(
-    EMPTY, devices=(DeviceReading("nvml:0", "A card", "nvml", values={"power": None}),)
-)
 EVIL = ProcessReading("cuda:0", 7, "evil\x1b[2J\nname\x07 日本", "[bold]ada[/]")
 OTHERS = (
     ProcessReading("cuda:4", 1, "other", "eve", 70 * GIB),
     ProcessReading("cuda:0", PID, "mine.py", "ada", GIB),
 )
 PART = DeviceReading("nvml:3:0", "MIG 3g.40gb", "nvml", "MIG-0", parent="cuda:3")
-PARTED = (make_device(3), make_device(4), PART)
-NOTED = dataclasses.replace(EMPTY, notes=("nothing from NVIDIA: no driver; sudo modprobe x",))
+CARD = DeviceReading("nvml:0", "A card", "nvml", values={"power": None})
 
-#: Samples and width; what is shown, in this order, and what is not.
-SCREENS: dict[str, tuple[list[Sample], int, list[str], list[str]]] = {
-    "everything": (
-        [],
-        200,
-        [
-            *("43 % of 64 CPUs", "✖ cuda:4 has 2 uncorrected memory errors", "▲ cuda:1 is hot"),
-            *("cuda:0  replica 0", "NVIDIA H100 80GB HBM3", "48.0/80.0 GiB"),
-            *("slowed: power cap, thermal slowdown", "91 °C", "1.20/1.98 GHz", "700/700 W"),
-            "cuda:2 GPU is lost; reset it",
-            *("rank 0 of 2", "TransformerLM", "6.00 steps/s", "624 samples/s"),
-            # Phases have letters where there are no colors.
-            *("last 10 s", "last 170 ms", "1  cuda:1", "FFF", "BBBB", "....", "B backward"),
-            *("replica-0 98 %", f">   {PID}", "python train.py --epochs 90"),
-            "note: NVLink counters need a driver from 535 on",
-        ],
-        [],
-    ),
-    # The process that is watched comes first.
-    "my process": ([make_sample(processes=OTHERS)], 120, ["mine.py", "other"], []),
-    # Parts of a device stand below it, though they come last.
-    "parts": ([make_sample(devices=PARTED)], 120, ["cuda:3 ", "└ nvml:3:0", "cuda:4 "], []),
-    # An unavailable value is a dash and no zero.
-    "unknown": ([CARD], 80, ["  util ░░░░ - "], ["0 %", " W"]),
-    # Names of others cannot steer the terminal.
-    "evil": (
-        [make_sample(processes=(EVIL,))],
-        200,
-        ["[bold]ada", "evil?[2J name? 日本"],
-        ["\x1b", "\x07"],
-    ),
-    "gone": (
-        [make_sample(0), make_sample(9, runs=())],
+
+def only(**shown: Any) -> Sample:
+    """Return a sample with nothing else."""
+    return dataclasses.replace(EMPTY, **shown)
+
+
+#: Samples, and the width of the terminal.
+SCREENS: dict[str, tuple[list[Sample], int]] = {
+    "everything; phases have letters where there are no colors": ([*samples(30)], 120),
+    "a wide terminal": ([*samples(30)], 200),
+    "the process that is watched comes first": (
+        [only(processes=OTHERS, runs=(make_run(last=None),))],
         120,
-        [f"the run of process {PID} has been gone for 9 s", "replicas, as they were last"],
-        [],
     ),
-    "no steps": (
-        [make_sample(runs=(make_run(0, last=None, totals=({},) * 4),))],
+    "parts of a device stand below it, though they come last": (
+        [only(devices=(make_device(3), make_device(4), PART))],
         120,
-        ["- steps/s", "3  cuda:3"],
-        ["0.00 steps/s"],
     ),
-    "nothing": ([EMPTY], 80, ["no device could be read"], []),
-    # Notes and warnings are wrapped, not cut.
-    "notes": ([NOTED], 30, ["note: nothing from NVIDIA: no\n  driver; sudo modprobe x"], []),
+    "an unavailable value is a dash and no zero": ([only(devices=(CARD,))], 80),
+    "names of others cannot steer the terminal": ([only(processes=(EVIL,))], 80),
+    "a run that is gone": ([only(runs=(make_run(),)), dataclasses.replace(EMPTY, elapsed=9.0)], 80),
+    "no steps": ([only(runs=(make_run(0, last=None, totals=({},) * 4),))], 80),
+    "nothing": ([EMPTY], 80),
+    "notes are wrapped, not cut": (
+        [only(notes=("nothing from NVIDIA: no driver; sudo modprobe x",))],
+        30,
+    ),
 }
 
 
-@pytest.mark.parametrize("case", SCREENS)
-def test_screens(case: str) -> None:
-    shown, width, told, untold = SCREENS[case]
-    text, place = draw(*shown, width=width), 0
-    for one in told:
-        place = text.find(one, place)
-        assert place >= 0, (one, text)
-    assert [one for one in untold if one in text] == []
+def test_screens(golden: Golden) -> None:
+    golden("top", {what: draw(*shown, width=width) for what, (shown, width) in SCREENS.items()})
 
 
 def test_a_phase_is_a_block_of_its_color_in_which_the_letters_are_not_seen() -> None:

@@ -28,13 +28,14 @@ from dataparallel.monitor.sample import Sample
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
 from dataparallel.tools.monitor.process_control import end_process
-from dataparallel.tools.monitor.process_rows import NAMES, Row, arranged, as_tree
+from dataparallel.tools.monitor.process_rows import Row, arranged, as_tree
 from dataparallel.tools.monitor.top_app import TopApp
 from dataparallel.tools.monitor.top_widgets import Table
 from dataparallel.tools.monitor.view import View
 from tests.monitor.cases import GIB, FakeSampler, make_sample
+from tests.monitor.golden import Golden
 
-SIZES = [(80, 24), (120, 40), (200, 60)]
+SMALL = (80, 24)
 
 
 class Screen:
@@ -103,39 +104,28 @@ def sleeping(**options: Any) -> Iterator[subprocess.Popen[bytes]]:
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def check_layout(lines: list[str], size: tuple[int, int]) -> None:
-    text = "\n".join(lines)
-    assert len(lines) == size[1] and "driver 570" in lines[0] and "load 1.0 2.0 3.0" in lines[1]
-    # The broken device and the first change have a line each; the rest is counted.
-    assert lines[2].startswith("✖ cuda:2 cannot be read")
-    assert lines[4].startswith("▲ steps up to 29 % shorter: Replica 0")
-    assert lines[5] == "2 more to look at, 1 note: press n"
-    for i in range(5):
-        assert re.search(rf"^cuda:{i} ", text, re.MULTILINE)
-    assert ("── devices" in text) == (size[1] >= 40)
-    # If there is no room for all, replicas have a line each, and the table stays.
-    assert all(f"\n{i}  cuda:{i} " in text for i in range(4))
-    head = next(line for line in lines if HEAD in line)
-    assert re.split(r" {2,}", head.strip()) == [*NAMES[:3], "memory▼", *NAMES[4:]]
-    assert text.count("python train.py") >= 4
-    assert lines[-1].split()[:4] == ["?", "help", "q", "quit"] and "kill" in lines[-1]
-
-
 VERSIONS = {
     "versions": {"driver": "570.1"},
     "host": HostReading(0.43, 64, 120 * GIB, 512 * GIB, load=(1.0, 2.0, 3.0)),
 }
 
 
-def test_it_fits_every_terminal_and_every_new_size() -> None:
-    async def script(screen: Screen) -> None:
-        check_layout(await screen.lines(), SIZES[0])
-        for size in ((5, 3), *SIZES[1:], SIZES[0]):
-            await screen.pilot.resize_terminal(*size)
-            if size in SIZES:
-                check_layout(await screen.lines(), size)
+def test_it_fits_every_terminal_and_every_new_size(golden: Golden) -> None:
+    shown: dict[str, list[str]] = {}
 
-    play(script, *(make_sample(tick, **VERSIONS) for tick in range(30)), size=SIZES[0])
+    async def script(screen: Screen) -> None:
+        shown["80 x 24"] = await screen.lines()
+        for width, height in ((5, 3), (120, 40), (200, 60)):
+            await screen.pilot.resize_terminal(width, height)
+            shown[f"{width} x {height}"] = await screen.lines()
+        await screen.pilot.resize_terminal(*SMALL)
+        assert await screen.lines() == shown["80 x 24"]
+        shown["help"] = await screen.press("?")
+        shown["notes"] = await screen.press("escape n")
+        assert await screen.press("escape") == shown["80 x 24"]
+
+    play(script, *(make_sample(tick, **VERSIONS) for tick in range(30)), size=SMALL)
+    golden("top_app", {what: "\n".join(lines) for what, lines in shown.items()})
 
 
 def test_phases_have_letters_where_there_are_no_colors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +198,7 @@ def test_many_rows_scroll_with_the_one_that_is_chosen() -> None:
             rows = [one for one in rows if one.isdigit()]
             assert (head, rows[0], rows[-1], found) == ("pid", str(first), str(last), chosen), keys
 
-    play(script, many, size=SIZES[0])
+    play(script, many, size=SMALL)
 
 
 @pytest.mark.parametrize(
@@ -260,22 +250,6 @@ def test_a_click_on_a_head_sorts_and_another_one_the_other_way_around() -> None:
         assert screen.app.query_one(Table).cursor == 2
 
     play(script, OTHERS)
-
-
-# --- panels --------------------------------------------------------------------------------------
-
-
-def test_help_and_notes_are_told_and_closed() -> None:
-    async def script(screen: Screen) -> None:
-        before = await screen.table()
-        text = "\n".join(await screen.press("?"))
-        assert "K  SIGKILL" in text and "n  all warnings, advice and notes" in text
-        text = "\n".join(await screen.press("escape n"))
-        assert "note: NVLink counters need a driver from 535 on" in text
-        assert "▲ cuda:1 is hot (91 C): look at fans and air flow" in text
-        assert await screen.table("escape") == before
-
-    play(script, make_sample())
 
 
 # --- ending processes ----------------------------------------------------------------------------
