@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, virtual
+from dataparallel.comm import checksum
+from dataparallel.replicas import values
 from tests.models import WRAPPERS
 
 DEVICES = ["virtual:0", "virtual:1"]
@@ -253,6 +255,38 @@ def test_a_write_is_told_of_a_forward_late(wrapper: Wrapper, is_error: bool) -> 
         with pytest.warns(UserWarning, match=text):
             assert_current(model, module, x)
     assert_current(model, module, x)
+
+
+def test_a_large_model_is_compared_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def reading(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        read.append(sum(tensor.nbytes for tensor in tensors))
+        return checksum.checksum(tensors, others)
+
+    monkeypatch.setattr(values, "_PART_BYTES", 400)
+    layers = [nn.Linear(8, 8) for _ in range(24)]
+    module = nn.Sequential(*layers).to(DEVICES[0])
+    model, x = DataParallel(module.requires_grad_(False), DEVICES), torch.randn(6, 8).to(DEVICES[0])
+    for _ in range(12):
+        model(x)
+    monkeypatch.setattr(values, "checksum", reading)
+    size, part = sum(p.nbytes for p in module.parameters()), 24 * 288 // 16
+    for _ in range(16):
+        read.clear()
+        model(x)
+        assert sum(read) <= 2 * (part + 256)
+        torch.accelerator.synchronize(torch.device(DEVICES[0]))
+    for written in (layers[0].weight, layers[11].bias, layers[23].bias):
+        written.data.mul_(2)
+        with pytest.warns(UserWarning, match=r"written through \.data"):
+            for _ in range(18):
+                model(x)
+                torch.accelerator.synchronize(torch.device(DEVICES[0]))
+        assert_current(model, module, x)
+    read.clear()
+    model.train(not model.training)(x)
+    assert size <= sum(read) <= 2 * size
 
 
 @WRAPPERS

@@ -72,7 +72,7 @@ MOST_LINES = {
     "reducer": 3050,
     "optim": 350,
     "collectives": 3450,
-    "replicas": 1520,
+    "replicas": 1530,
     "batch": 1750,
     "graph": 1250,
     "threads": 1950,
