@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import dataparallel as dp
 from dataparallel import devices, virtual
 
 CPU = torch.device("cpu")
@@ -171,3 +175,96 @@ def test_what_is_recorded() -> None:
         devices.record_stream(torch.ones(1), stream)
         devices.record_stream(sparse, devices.current_stream(CPU))
     assert recorded == [sparse._indices().data_ptr(), sparse._values().data_ptr()]
+
+
+# --- devices that are not alike, or of no use ------------------------------------------------
+
+
+def _properties(**attributes: list[float]) -> Any:
+    """Give each virtual device properties of its own."""
+
+    def get(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=f"GPU {device.index}", **{k: v[device.index] for k, v in attributes.items()}
+        )
+
+    return mock.patch.object(torch.get_device_module("virtual"), "get_device_properties", get)
+
+
+@pytest.mark.parametrize(
+    ("memory", "processors", "told"),
+    [
+        ([24, 24, 24], [80, 80, 80], ""),
+        ([24, 18, 24], [80, 60, 80], ""),
+        ([24, 24, 17], [80, 80, 80], "virtual:2 has 17 GiB of memory, virtual:0 has 24."),
+        ([24, 24, 24], [59, 80, 80], "virtual:0 has 59 multiprocessors, virtual:1 has 80."),
+    ],
+)
+def test_devices_that_differ_by_a_quarter_are_named(
+    memory: list[float], processors: list[float], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = [size * 2**30 for size in memory]
+    with _properties(total_memory=sizes, multi_processor_count=processors):
+        with caplog.at_level(logging.WARNING, "dataparallel"):
+            dp.DataParallel(nn.Linear(2, 2), VIRTUAL[:3])
+        dp.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
+    assert told in caplog.text
+    assert bool(caplog.records) == bool(told)
+
+
+def test_a_device_without_streams_is_refused() -> None:
+    with mock.patch.object(torch.mps, "device_count", return_value=1):
+        for slots in (["mps"], ["mps", "mps"], [torch.device("mps", 0)]):
+            with pytest.raises(ValueError, match=r"replicas cannot be on .*mps.* no streams"):
+                dp.DataParallel(nn.Linear(2, 2), slots)
+        with mock.patch.object(
+            torch.accelerator, "current_accelerator", return_value=torch.device("mps")
+        ):
+            assert devices.accelerators() == ()
+            assert devices.parse_devices(None) == (torch.device("cpu"),)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "built_for", "taken"),
+    [
+        ([(8, 0), (9, 0)], "sm_80 sm_90", [0, 1]),
+        ([(8, 6), (8, 9)], "sm_80", [0, 1]),
+        ([(8, 0), (7, 5)], "sm_80 sm_90", [0]),
+        ([(8, 6), (8, 0)], "sm_86", [0]),
+        ([(8, 0), (12, 0)], "sm_80 sm_90", [0]),
+        ([(8, 0), (12, 0)], "sm_80 compute_90", [0, 1]),
+        ([(9, 0), (10, 0)], "sm_90a compute_90a", [0]),
+        ([(10, 3), (10, 0), (6, 1)], "sm_100", [0, 1]),
+        # Torch's own errors tell more.
+        ([(5, 0), (5, 0)], "sm_80", [0, 1]),
+        ([(5, 0), (8, 0)], "", [0, 1]),
+    ],
+)
+def test_all_devices_are_those_that_torch_has_kernels_for(
+    capabilities: list[tuple[int, int]],
+    built_for: str,
+    taken: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    there = tuple(torch.device("cuda", index) for index in range(len(capabilities)))
+    with (
+        mock.patch.object(devices, "accelerators", return_value=there),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda one: capabilities[one.index]),
+        mock.patch.object(torch.cuda, "get_arch_list", built_for.split),
+        mock.patch.object(
+            torch.cuda,
+            "get_device_properties",
+            lambda one: SimpleNamespace(name=f"GPU {one.index}"),
+        ),
+        caplog.at_level(logging.WARNING, "dataparallel"),
+    ):
+        for cached in (devices.lacks_kernels, devices._tell_of_lacking):
+            cached.cache_clear()
+        try:
+            for _ in range(2):
+                assert [device.index for device in devices.parse_devices(None)] == taken
+        finally:
+            devices.lacks_kernels.cache_clear()
+    left_out = [f"cuda:{i} (GPU {i})" for i in range(len(there)) if i not in taken]
+    assert len(caplog.records) == bool(left_out)
+    assert all(name in caplog.text for name in left_out)

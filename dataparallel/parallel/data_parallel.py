@@ -43,7 +43,7 @@ from dataparallel.batch.scatter import (
     watch,
 )
 from dataparallel.batch.tree import flatten
-from dataparallel.comm.links import require_sound
+from dataparallel.comm.copy_check import check_copies
 from dataparallel.devices import (
     DeviceLike,
     accelerators,
@@ -184,7 +184,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
                 "no accelerator was found: one replica on the CPU; ask for more with "
                 'device_ids=["cpu", "cpu"], one entry per replica'
             )
-        require_sound(devices)
+        check_copies(devices)
         _warn_of(module, type(self).__name__)
         imbalance = describe_imbalance(devices)
         if imbalance:

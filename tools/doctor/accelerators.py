@@ -119,23 +119,23 @@ def peer_access(probe: Probe) -> Iterator[Check]:
         )
 
 
-#: The size of each copy in the test of the links.
-_LINK_BYTES = 16 * 2**20
+#: The size of each copy that is checked.
+_COPY_BYTES = 16 * 2**20
 
 
-def links(probe: Probe) -> Iterator[Check]:
+def copies(probe: Probe) -> Iterator[Check]:
     """Copy a pattern between all devices, and compare; nothing for fewer than two."""
-    package, module = probe.module("dataparallel"), probe.module("dataparallel.comm.links")
+    package, module = probe.module("dataparallel"), probe.module("dataparallel.comm.copy_check")
     pairs = module.pairs_of(package.accelerators()) if package and module else []
     if not pairs:
         return
     wrong: dict[Any, dict[str, Any]] = {}
     for way, at_once in (("alone", False), ("all at once", True)):
-        for fault in module.find_faults(pairs, _LINK_BYTES, at_once=at_once):
+        for fault in module.find_faults(pairs, _COPY_BYTES, at_once=at_once):
             wrong.setdefault(fault.pair, {})[way] = fault
-    named = f"{_LINK_BYTES // 2**20} MiB from each device to each other, alone and all at once"
+    named = f"{_COPY_BYTES // 2**20} MiB from each device to each other, alone and all at once"
     if not wrong:
-        yield Check("Devices", "links", "ok", f"{named}: all {len(pairs)} pairs are sound")
+        yield Check("Devices", "copies", "ok", f"{named}: all {len(pairs)} pairs are sound")
         return
     order = list(dict.fromkeys(source for source, _ in pairs))
     rows = [" " * 5 + " ".join(f"{other.index:>5}" for other in order)]
@@ -147,7 +147,7 @@ def links(probe: Probe) -> Iterator[Check]:
         rows.append(f"{source.index:>3}  " + " ".join(f"{cell:>5}" for cell in cells))
     told = [f"{way}: {fault}" for ways in wrong.values() for way, fault in ways.items()]
     detail = "\n".join([f"{named}, from row to column", *rows, *told[:_MOST_FAULTS]])
-    yield Check("Devices", "links", "problem", detail, module.REMEDY)
+    yield Check("Devices", "copies", "problem", detail, module.REMEDY)
 
 
 #: The most faults that are told in full; the matrix has all.

@@ -45,7 +45,7 @@ def examine(probe: Probe | None = None) -> list[Check]:
         *accelerators.devices(probe),
         accelerators.driver(probe),
         *accelerators.peer_access(probe),
-        *accelerators.links(probe),
+        *accelerators.copies(probe),
         accelerators.nccl(probe),
         *kernels.kernels(probe),
         *accelerators.virtual_devices(probe),

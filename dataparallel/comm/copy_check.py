@@ -1,4 +1,4 @@
-"""The links between accelerators: a test that what one device sends is what another one gets.
+"""A check of copies between accelerators: another device gets what one has sent.
 
 Direct copies between GPUs may silently change bytes where an IOMMU or PCIe ACS redirects them; CUDA
 still offers them. See "Peer-to-Peer Memory Access" in NVIDIA's CUDA Programming Guide.
@@ -19,8 +19,8 @@ from dataparallel.errors import lines
 #: From a device to another one.
 Pair: TypeAlias = tuple[torch.device, torch.device]
 
-#: Set to 0, it keeps wrappers from testing links.
-SWITCH = "DATAPARALLEL_CHECK_LINKS"
+#: Set to 0, it keeps wrappers from checking copies.
+SWITCH = "DATAPARALLEL_CHECK_COPIES"
 
 REMEDY = (
     "Often the machine's IOMMU or PCIe ACS redirects direct copies. Turn the IOMMU off in the BIOS "
@@ -32,7 +32,7 @@ REMEDY = (
 
 _NUM_BYTES = 2**20
 _sound: set[Pair] = set()
-_testing = threading.Lock()
+_checking = threading.Lock()
 
 
 class Fault(NamedTuple):
@@ -109,8 +109,8 @@ def _compare(
             faults.append(Fault(pair, received.nbytes, count, first, *values))
 
 
-def require_sound(devices: Iterable[torch.device]) -> None:
-    """Test the links between some devices, each once in the life of the process.
+def check_copies(devices: Iterable[torch.device]) -> None:
+    """Check copies between some devices, of each pair once in the life of the process.
 
     Raises:
         RuntimeError: A copy has changed bytes.
@@ -120,12 +120,12 @@ def require_sound(devices: Iterable[torch.device]) -> None:
     pairs = [pair for pair in pairs_of(devices) if pair not in _sound]
     if not any(map(_devices.has_hardware_links, devices_of(pairs))):
         return
-    with _testing:
+    with _checking:
         faults = find_faults(pairs, _NUM_BYTES, at_once=False)
     if faults:
         raise RuntimeError(
             "copies between devices do not arrive as they leave, so training would be silently "
-            f"wrong:{lines(map(str, faults))}\n{REMEDY}. {SWITCH}=0 leaves this test out."
+            f"wrong:{lines(map(str, faults))}\n{REMEDY}. {SWITCH}=0 leaves this check out."
         )
     _sound.update(pairs)
 
