@@ -1,20 +1,20 @@
 """Broadcast and sum flat tensors between the accelerators of this process, over all their links.
 
-Note [Owners]
-~~~~~~~~~~~~~
+Note [Hubs]
+~~~~~~~~~~~
 One of N devices is the home. If it sent P bytes to each of the others and received as many, a step
 would take as long as its link needs for (N - 1) P. Links between the others would idle. So a flat
-tensor is cut into pieces, and each piece has an owner among the other devices:
+tensor is cut into pieces, and each piece has a hub among the other devices:
 
-- In a sum, the terms of a piece go straight to its owner, which adds them and sends the sum home.
-- In a broadcast, the home sends a piece to its owner, which sends it on to all others.
+- In a sum, the terms of a piece go straight to its hub, which adds them and sends the sum home.
+- In a broadcast, the home sends a piece to its hub, which sends it on to all others.
 
 Per sum and per broadcast, the home sends and receives P, and so does each other device, or a little
-less: 2 P per direction of each link in a step of training. The home owns nothing, since it has to
-send or receive everything in any case. A piece is copied N times for a sum (its owner has its own
+less: 2 P per direction of each link in a step of training. The home is no hub, since it has to
+send or receive everything in any case. A piece is copied N times for a sum (its hub has its own
 term) and N - 1 times for a broadcast.
 
-Owners take turns, so that pieces of small tensors go to different devices, too. A sum does not
+Hubs take turns, so that pieces of small tensors go to different devices, too. A sum does not
 depend on them: terms are added in the order of the replicas wherever they are (see Note [Order of
 a sum] in ``comm/local.py``).
 
@@ -24,7 +24,7 @@ A route is an ordered pair of devices. It has a stream on either of them, so it 
 route, and computation on either device does not wait for it. torch lets a copy run on the source's
 current stream, behind the destination's current stream, which then waits for the copy.
 
-The memory of terms and sums belongs to the copy stream of their device, on which the owner adds. So
+The memory of terms and sums belongs to the copy stream of their device, on which the hub adds. So
 a term that is freed serves the next bucket in the order of this stream. The memory that is used
 does not grow with how far the host is ahead.
 """
@@ -45,15 +45,15 @@ from dataparallel.kernels.memory import wide
 MIN_PIECE_BYTES = 2**20
 #: A larger piece would leave links idle while it is on its first.
 MAX_PIECE_BYTES = 25 * 2**20
-#: With so many pieces of a broadcast each owner sends about as much as the others.
-_PIECES_PER_OWNER = 4
+#: With so many pieces of a broadcast each hub sends about as much as the others.
+_PIECES_PER_HUB = 4
 #: Pieces begin at multiples of it, as memory of the allocators does.
 _ALIGNMENT = 256
 
 #: A function that makes a stream current on its device.
 _Switch: TypeAlias = Callable[[torch.Stream], None]
 
-#: The numbers of pieces, which tell their owners.
+#: The numbers of pieces, which tell their hubs.
 _turns = itertools.count()
 
 
@@ -133,7 +133,7 @@ def _current_streams(places: Iterable[torch.device]) -> dict[torch.device, torch
 
 
 class FlatBroadcast:
-    """Flat tensors of one device on their way to several others. See Note [Owners].
+    """Flat tensors of one device on their way to several others. See Note [Hubs].
 
     Args:
         home: Where they are.
@@ -144,9 +144,9 @@ class FlatBroadcast:
     def __init__(self, home: torch.device, places: Sequence[torch.device], num_bytes: int) -> None:
         self._home, self._places = home, list(places)
         self._current = _current_streams((home, *places))
-        fine = num_bytes // (_PIECES_PER_OWNER * len(places))
+        fine = num_bytes // (_PIECES_PER_HUB * len(places))
         self._piece_bytes = min(max(fine, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-        # By owner the bytes that it sends on.
+        # By hub the bytes that it sends on.
         self._loads = dict.fromkeys(self._places, 0)
         self._used: set[tuple[torch.device, torch.device]] = set()
         # Those over which memory leaves to which others may write afterwards.
@@ -187,18 +187,18 @@ class FlatBroadcast:
         on = dict(zip(self._places, targets, strict=True))
         with _devices.restored_streams(self._current.values()) as switch:
             for piece in _cut(flat, -(-flat.nbytes // self._piece_bytes) or 1):
-                owner = min(self._loads, key=self._loads.__getitem__)
+                hub = min(self._loads, key=self._loads.__getitem__)
                 if not is_packed:
-                    self._exposed.add((self._home, owner))
-                here, there = flat[piece], on[owner][piece]
-                self._loads[owner] += here.nbytes
-                first = self._through(self._home, owner)
-                first.copy(here, there, ready, free[owner], switch)
+                    self._exposed.add((self._home, hub))
+                here, there = flat[piece], on[hub][piece]
+                self._loads[hub] += here.nbytes
+                first = self._through(self._home, hub)
+                first.copy(here, there, ready, free[hub], switch)
                 has_come = first.entering.record_event()
                 for other in self._places:
-                    if other != owner:
-                        self._exposed.add((owner, other))
-                        way = self._through(owner, other)
+                    if other != hub:
+                        self._exposed.add((hub, other))
+                        way = self._through(hub, other)
                         way.copy(there, on[other][piece], has_come, free[other], switch)
 
     def _through(self, source: torch.device, destination: torch.device) -> _Route:
@@ -220,11 +220,11 @@ def sum_flats(flats: Sequence[torch.Tensor], home: torch.device, *, given: bool)
     """Sum flat tensors of several devices in their order, in new memory on ``home``.
 
     They are in order with the current streams of their devices, and so is the sum. With ``given``
-    nobody else has them any more. See Note [Owners].
+    nobody else has them any more. See Note [Hubs].
     """
     flats = [flat.resolve_conj().resolve_neg() for flat in flats]
     places = list(dict.fromkeys(flat.device for flat in flats))
-    owners = [place for place in places if place != home]
+    hubs = [place for place in places if place != home]
     current = _current_streams((home, *places))
     now = {device: stream.record_event() for device, stream in current.items()}
     entering = _copy_stream(home)
@@ -232,19 +232,19 @@ def sum_flats(flats: Sequence[torch.Tensor], home: torch.device, *, given: bool)
         switch(entering)
         total = torch.empty_like(flats[0], device=home)
         free = entering.record_event()
-        count = min(len(owners), max(1, total.nbytes // MIN_PIECE_BYTES))
-        pieces = [(owners[next(_turns) % len(owners)], piece) for piece in _cut(total, count)]
-        for owner, piece in pieces:
-            part = _sum_of_piece(flats, piece, owner, now, switch)
-            added = _copy_stream(owner).record_event()
-            _route(owner, home).copy(part, total[piece], added, free, switch)
-    for owner in dict.fromkeys(owner for owner, _ in pieces):
-        current[home].wait_stream(_route(owner, home).entering)
+        count = min(len(hubs), max(1, total.nbytes // MIN_PIECE_BYTES))
+        pieces = [(hubs[next(_turns) % len(hubs)], piece) for piece in _cut(total, count)]
+        for hub, piece in pieces:
+            part = _sum_of_piece(flats, piece, hub, now, switch)
+            added = _copy_stream(hub).record_event()
+            _route(hub, home).copy(part, total[piece], added, free, switch)
+    for hub in dict.fromkeys(hub for hub, _ in pieces):
+        current[home].wait_stream(_route(hub, home).entering)
         if not given:
             # Somebody may write to the terms, now that they were read.
             for place in places:
-                own = place == owner
-                reading = _copy_stream(owner) if own else _route(place, owner).leaving
+                own = place == hub
+                reading = _copy_stream(hub) if own else _route(place, hub).leaving
                 current[place].wait_stream(reading)
     total.record_stream(current[home])
     return total
@@ -253,26 +253,26 @@ def sum_flats(flats: Sequence[torch.Tensor], home: torch.device, *, given: bool)
 def _sum_of_piece(
     flats: Sequence[torch.Tensor],
     piece: slice,
-    owner: torch.device,
+    hub: torch.device,
     ready: Mapping[torch.device, torch.Event],
     switch: _Switch,
 ) -> torch.Tensor:
-    """Sum a piece of each flat tensor on its owner, in the order of the owner's copy stream."""
-    adding, parts = _copy_stream(owner), [flat[piece] for flat in flats]
-    away = [part for part in parts if part.device != owner]
+    """Sum a piece of each flat tensor on its hub, in the order of the hub's copy stream."""
+    adding, parts = _copy_stream(hub), [flat[piece] for flat in flats]
+    away = [part for part in parts if part.device != hub]
     switch(adding)
-    staging = iter(torch.empty((len(away), len(parts[0])), dtype=parts[0].dtype, device=owner))
+    staging = iter(torch.empty((len(away), len(parts[0])), dtype=parts[0].dtype, device=hub))
     free, terms = adding.record_event(), []
     for part in parts:
-        if part.device == owner:
+        if part.device == hub:
             part.record_stream(adding)
             terms.append(part)
         else:
             terms.append(next(staging))
-            _route(part.device, owner).copy(part, terms[-1], ready[part.device], free, switch)
-    adding.wait_event(ready[owner])
+            _route(part.device, hub).copy(part, terms[-1], ready[part.device], free, switch)
+    adding.wait_event(ready[hub])
     for source in {part.device for part in away}:
-        adding.wait_stream(_route(source, owner).entering)
+        adding.wait_stream(_route(source, hub).entering)
     switch(adding)
     first, second, *others = terms
     # In memory of its own, since that of the terms is to serve the next bucket meanwhile.

@@ -26,7 +26,7 @@ from dataparallel.threads.timeline import Timeline
 Weight: TypeAlias = Literal["samples"] | Callable[..., float | Tensor]
 
 
-class Part(NamedTuple):
+class Fraction(NamedTuple):
     """The contribution of one replica to the loss of the batch."""
 
     #: 0-d; the losses themselves if they are not reduced.
@@ -212,7 +212,7 @@ class Loss:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         samples: int,
-    ) -> Part:
+    ) -> Fraction:
         """Run one replica and its criterion; called in the replica's thread."""
         own = dict(kwargs)
         targets, named = arguments(own.pop(TARGETS))
@@ -227,7 +227,7 @@ class Loss:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         samples: int,
-    ) -> Part:
+    ) -> Fraction:
         """Return the contribution of one replica, from its output."""
         if self._rule is None:
             return self._weighted(criterion, output, args, kwargs, samples)
@@ -253,7 +253,7 @@ class Loss:
                 f"functools.partial({name}, reduction=...)"
             )
         if self._reduction == "none":
-            return Part(losses, None, losses.dtype)
+            return Fraction(losses, None, losses.dtype)
         dtype = losses.dtype
         # The divisor of "batchmean"; a sum is not divided.
         denominator: Tensor | float = output.size(0)
@@ -264,7 +264,7 @@ class Loss:
                 # It divides each loss by the length of its target first.
                 lengths = torch.as_tensor(named["target_lengths"], device=losses.device)
                 losses = losses / lengths.clamp_min(1)
-        return Part(_total(losses), denominator, dtype)
+        return Fraction(_total(losses), denominator, dtype)
 
     def _weighted(
         self,
@@ -273,32 +273,32 @@ class Loss:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         samples: int,
-    ) -> Part:
+    ) -> Fraction:
         weight: float = samples
         if callable(self._weight):
             weight = read_weight("weight=", self._weight(output, *args, **kwargs))
         if weight == 0:
             # The loss of a chunk without weight is often 0/0; even times zero it would be NaN.
-            return Part(torch.zeros(()), 0, None)
+            return Fraction(torch.zeros(()), 0, None)
         loss = criterion(output, *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TypeError(f"{_name_of(criterion)} must return a 0-d tensor, but returned {found}")
-        return Part(loss.to(_wide(loss.dtype)) * weight, weight, loss.dtype)
+        return Fraction(loss.to(_wide(loss.dtype)) * weight, weight, loss.dtype)
 
-    def combine(self, parts: Sequence[Part]) -> Tensor:
+    def combine(self, fractions: Sequence[Fraction]) -> Tensor:
         """Turn the contributions of the replicas, in their order, into the loss of the batch."""
         device = self._device
-        numerators = [part.numerator.to(device) for part in parts]
+        numerators = [one.numerator.to(device) for one in fractions]
         if self._reduction == "none":
             dims = numerators[0].dim()
             return torch.cat(numerators, self._dim if -dims <= self._dim < dims else 0)
-        dtypes = [part.dtype for part in parts if part.dtype is not None]
+        dtypes = [one.dtype for one in fractions if one.dtype is not None]
         if not dtypes:
             raise ValueError("weight= is zero for every chunk of the batch, so there is no loss")
         total: Tensor = functools.reduce(torch.add, numerators)
         if self._reduction != "sum":
-            denominators = [_moved(part.denominator, device) for part in parts]
+            denominators = [_moved(one.denominator, device) for one in fractions]
             denominator = functools.reduce(operator.add, denominators)
             total = total / denominator
             if self._smooths and isinstance(denominator, Tensor):

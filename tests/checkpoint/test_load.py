@@ -1,4 +1,4 @@
-"""A part that does not fit is refused with both sides named."""
+"""An entry that does not fit is refused with both sides named."""
 
 from __future__ import annotations
 

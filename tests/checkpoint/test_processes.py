@@ -132,7 +132,7 @@ def save_with_a_failure(
         raise OSError(28, "No space left on device")
 
     user = {"a": object()} if rank == 1 and where == "value" else None
-    model: Any = nn.Linear(2, 2) if rank == 1 and where == "parts" else None
+    model: Any = nn.Linear(2, 2) if rank == 1 and where == "entries" else None
     place = directory / str(rank) if where == "directory" else directory
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1 and where == "write":
@@ -155,7 +155,7 @@ def save_with_a_failure(
     [
         ("write", "No space left on device"),
         ("value", "user.a is a builtins.object"),
-        ("parts", "rank 1 saves parts ['model', 'rng', 'user'], but rank 0 ['rng', 'user']"),
+        ("entries", "rank 1 saves entries ['model', 'rng', 'user'], but rank 0 ['rng', 'user']"),
         ("directory", "rank 1 saves directory 1, but rank 0 0"),
     ],
 )

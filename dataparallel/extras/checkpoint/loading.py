@@ -25,7 +25,7 @@ from dataparallel.extras.checkpoint.directory import (
     write_tensors,
 )
 from dataparallel.extras.checkpoint.saving import Peers, group_of
-from dataparallel.extras.checkpoint.state import RNG, USER, Part, decode, parts_of
+from dataparallel.extras.checkpoint.state import RNG, USER, Entry, decode, entries_of
 
 _log = logging.getLogger("dataparallel")
 
@@ -103,44 +103,44 @@ def load(
         The step, the user's data, and which generation it was.
 
     Raises:
-        CheckpointError: No generation is good, and nothing was changed. Or a part does not fit in
+        CheckpointError: No generation is good, and nothing was changed. Or an entry does not fit in
             some process: what is loaded already stays, so make the objects anew.
         NoCheckpoint: Nothing was ever saved, and ``missing_ok`` is False.
         TypeError, ValueError: As in :func:`save`.
     """
-    parts = parts_of(model, optimizer, scheduler, sampler, states, rng)
+    entries = entries_of(model, optimizer, scheduler, sampler, states, rng)
     with contextlib.closing(Peers(group_of(process_group, model), timeout)) as peers:
         try:
-            manifest, values, rejected = _newest_good(directory, number, peers, {*parts, USER})
+            manifest, values, rejected = _newest_good(directory, number, peers, {*entries, USER})
         except NoCheckpoint:
             if missing_ok and number is None:
                 return Loaded()
             raise
-        _load_all(manifest["number"], parts, values, strict, peers)
-    restore = functools.partial(parts[RNG].load, values[RNG], True) if RNG in values else None
+        _load_all(manifest["number"], entries, values, strict, peers)
+    restore = functools.partial(entries[RNG].load, values[RNG], True) if RNG in values else None
     newer = tuple((each, why) for each, why in rejected.items() if each > manifest["number"])
     about, processes = (manifest["step"], manifest["epoch"]), len(manifest["trees"])
     return Loaded(*about, values.get(USER), manifest["number"], newer, processes, restore)
 
 
 def _load_all(
-    number: int, parts: Mapping[str, Part], values: Mapping[str, Any], strict: bool, peers: Peers
+    number: int, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool, peers: Peers
 ) -> None:
-    """Load all parts; raise in all processes if one does not fit in one of them."""
+    """Load all entries; raise in all processes if one does not fit in one of them."""
 
     def apply() -> None:
-        missing = [name for name in parts if name not in values and name != RNG]
+        missing = [name for name in entries if name not in values and name != RNG]
         if missing and strict:
             raise CheckpointError(
                 f"generation {number} holds {', '.join(values)}, but {', '.join(missing)} is to be "
                 "loaded; leave that out, or pass strict=False"
             )
-        for name in (name for name in parts if name in values):
+        for name in (name for name in entries if name in values):
             try:
-                parts[name].load(values[name], strict)
+                entries[name].load(values[name], strict)
             except Exception as error:
                 raise CheckpointError(
-                    f"generation {number} does not fit, and other parts may be loaded already: "
+                    f"generation {number} does not fit, and other entries may be loaded already: "
                     f"{name}: {error}"
                 ) from error
 
@@ -231,13 +231,13 @@ def _values(
         for saver in sorted({0, own}):
             path = file_of(directory, manifest["number"], saver)
             with opened(path, manifest["files"][saver]) as file:
-                for part, tree in manifest["trees"][saver].items():
-                    if part in wanted and (saver == own or part in manifest["shared"]):
+                for entry, tree in manifest["trees"][saver].items():
+                    if entry in wanted and (saver == own or entry in manifest["shared"]):
                         value = decode(tree, file, {})
-                        if part in values:
-                            values[part]["state"].update(value)
+                        if entry in values:
+                            values[entry]["state"].update(value)
                         else:
-                            values[part] = value
+                            values[entry] = value
         if RNG in values and rank >= len(manifest["trees"]):
             values[RNG]["new_rank"] = rank
         return values

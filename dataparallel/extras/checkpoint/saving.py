@@ -20,7 +20,7 @@ from dataparallel.comm.errors import CollectiveFailure, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink, parent_group
 from dataparallel.extras.checkpoint import directory as _directory
 from dataparallel.extras.checkpoint.directory import CheckpointError, Path
-from dataparallel.extras.checkpoint.state import SHARED, USER, Encoder, ModuleState, parts_of
+from dataparallel.extras.checkpoint.state import SHARED, USER, Encoder, ModuleState, entries_of
 
 T = TypeVar("T")
 
@@ -206,23 +206,23 @@ class _Saver:
             # Here, where the other processes learn of what is wrong with one.
             if about["keep"] < 1:
                 raise ValueError(f"keep is at least 1, but got {about['keep']}")
-            parts, encoder, is_first = parts_of(*objects), Encoder(), self.peers.rank == 0
-            about["shared"] = [name for name, part in parts.items() if isinstance(part, SHARED)]
-            for name, part in parts.items():
-                value = part.save() if is_first or not isinstance(part, SHARED) else part.own()
+            entries, encoder, is_first = entries_of(*objects), Encoder(), self.peers.rank == 0
+            about["shared"] = [name for name, entry in entries.items() if isinstance(entry, SHARED)]
+            for name, entry in entries.items():
+                value = entry.save() if is_first or not isinstance(entry, SHARED) else entry.own()
                 trees[name] = encoder.encode(value, name)
-                if isinstance(part, ModuleState) and self.peers.world_size > 1:
-                    digests[name] = part.digest(self.peers.world_size)
+                if isinstance(entry, ModuleState) and self.peers.world_size > 1:
+                    digests[name] = entry.digest(self.peers.world_size)
             trees[USER] = encoder.encode(user, USER)
             tensors.update(self._on_host(encoder.tensors, asynchronous))
             number = self._next_number() if is_first else 0
             place, names = os.path.basename(self.directory), list(trees)
-            return {"directory": place, "parts": names, "number": number, "digests": digests}
+            return {"directory": place, "entries": names, "number": number, "digests": digests}
 
         with self._one_at_a_time:
             begun = self.peers.share(f"saving to {self.directory}", begin, fresh=True)
             for rank, each in enumerate(begun):
-                for what in ("parts", "directory"):
+                for what in ("entries", "directory"):
                     if each[what] != begun[0][what]:
                         raise CheckpointError(
                             f"rank {rank} saves {what} {each[what]}, but rank 0 {begun[0][what]}; "

@@ -1,4 +1,4 @@
-"""The content of a checkpoint: the parts of a training, as JSON and tensors. Never pickle.
+"""The content of a checkpoint: the entries of a training, as JSON and tensors. Never pickle.
 
 JSON has null, booleans, numbers, strings, lists and objects with strings as keys. Other values in
 states are objects with the key ``"$"``, which says what they are. Reading makes nothing but the
@@ -39,7 +39,7 @@ from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer import verify
 from dataparallel.threads.random import default_generator, mixed_seed
 
-#: Names of parts that are not objects of the caller's.
+#: Names of entries that are not objects of the caller's.
 RNG, USER = "rng", "user"
 
 # --- values --------------------------------------------------------------------------------------
@@ -149,18 +149,18 @@ def decode(coded: Any, file: Any, made: dict[str, Tensor]) -> Any:
     return made[name]
 
 
-# --- parts ---------------------------------------------------------------------------------------
+# --- entries -------------------------------------------------------------------------------------
 
 
-def parts_of(
+def entries_of(
     model: nn.Module | None,
     optimizer: Any,
     scheduler: Any,
     sampler: Any,
     states: Mapping[str, Any] | None,
     rng: bool,
-) -> dict[str, Part]:
-    """Return the parts of a training, by name, in the order in which they are loaded."""
+) -> dict[str, Entry]:
+    """Return the entries of a training, by name, in the order in which they are loaded."""
     parameters = [] if model is None else bare(model).named_parameters(remove_duplicate=False)
     names = {id(parameter): name for name, parameter in parameters}
     own = set[str]() if model is None else _left_to_each(model)
@@ -169,15 +169,15 @@ def parts_of(
         if not isinstance(name, str) or name in (*given, RNG, USER):
             raise ValueError(f"states has the name {name!r}, which is taken or no text")
     objects = {**(states or {}), **{k: v for k, v in given.items() if v is not None}}
-    parts = {name: _part(name, value, names, own) for name, value in objects.items()}
+    entries = {name: _entry(name, value, names, own) for name, value in objects.items()}
     if rng:
         devices = _accelerators(model)
         capture = functools.partial(_capture_random, devices)
-        parts[RNG] = ObjectState(capture, functools.partial(_restore_random, devices))
-    return parts
+        entries[RNG] = ObjectState(capture, functools.partial(_restore_random, devices))
+    return entries
 
 
-def _part(name: str, value: Any, names: Mapping[int, str], own: set[str]) -> Part:
+def _entry(name: str, value: Any, names: Mapping[int, str], own: set[str]) -> Entry:
     if isinstance(value, nn.Module):
         return ModuleState(value)
     if isinstance(value, Optimizer):
@@ -325,8 +325,8 @@ class OptimizerState:
         return {**group, **{key: [group[key][i] for i in places] for key in lists}}
 
 
-Part: TypeAlias = ObjectState | ModuleState | OptimizerState
-#: The parts of which rank 0 saves the common state; see Note [What is saved once, and what by each
+Entry: TypeAlias = ObjectState | ModuleState | OptimizerState
+#: Those of which rank 0 saves the common state; see Note [What is saved once, and what by each
 #: process].
 SHARED = (ModuleState, OptimizerState)
 
