@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,9 @@ import pytest
 
 from dataparallel.threads.timeline import PHASES
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
+from dataparallel.tools.monitor.sample_store import SampleStore
+from dataparallel.tools.monitor.server import Request
+from dataparallel.tools.monitor.site import routes
 
 Matrix = npt.NDArray[np.float64]
 
@@ -77,3 +81,11 @@ def test_writing_and_lines_have_the_contrast_of_wcag(theme: Theme) -> None:
     assert contrast(theme.ground, theme.soft) >= 4.5
     for color in (theme.line, theme.warning):
         assert contrast(theme.ground, color) >= 3, color
+
+
+def test_the_page_has_all_colors_that_it_uses() -> None:
+    style = routes(SampleStore(), 1.0)["/page.css"].answer(Request({}, {})).body.decode()
+    defined = re.findall(r"(--\w+): light-dark", style)
+    # Each has one source; the number of charts is the page's own.
+    assert len(defined) == len({*defined})
+    assert {*re.findall(r"var\((--\w+)", style)} - {"--charts"} == {*defined}

@@ -28,6 +28,8 @@ _PAGE = {
     "uPlot.min.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
+#: The page's names of the palette's colors.
+_COLORS = {"card": "ground", "ink": "ink", "soft": "soft", "accent": "line"}
 _JSON = "application/json"
 
 
@@ -38,15 +40,15 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
         "charted": CHARTED,
         "metrics": [[metric.name, metric.unit, metric.meaning] for metric in METRICS],
         "phases": [
-            [phase, *(f"light-dark({a}, {b})" for a, b in zip(light[1:], dark[1:], strict=True))]
-            for phase, light, dark in zip(
-                PHASES, LIGHT.phases.values(), DARK.phases.values(), strict=True
-            )
+            [phase, *map(_both, LIGHT.phases[phase][1:], DARK.phases[phase][1:])]
+            for phase in PHASES
         ],
     }
     told = Response(json_text(about).encode(), _JSON)
     page = resources.files("dataparallel.tools.monitor") / "page"
-    files = {name: Response((page / name).read_bytes(), kind) for name, kind in _PAGE.items()}
+    texts = {name: (page / name).read_bytes() for name in _PAGE}
+    texts["page.css"] += _colors().encode()
+    files = {name: Response(texts[name], kind) for name, kind in _PAGE.items()}
     files[""] = files.pop("index.html")
     return {
         **{f"/{name}": Route(partial(_same, file), is_public=True) for name, file in files.items()},
@@ -54,6 +56,19 @@ def routes(store: SampleStore, interval: float) -> dict[str, Route]:
         "/api/about": Route(partial(_same, told)),
         "/api/samples": Route(partial(_samples, store)),
     }
+
+
+def _both(light: str, dark: str) -> str:
+    """Return what is one color on light ground and the other one on dark ground, for CSS."""
+    return f"light-dark({light}, {dark})"
+
+
+def _colors() -> str:
+    colors = [
+        f"--{name}: {_both(getattr(LIGHT, field), getattr(DARK, field))};"
+        for name, field in _COLORS.items()
+    ]
+    return f":root {{ {' '.join(colors)} }}\n"
 
 
 def _same(answer: Response, request: Request) -> Response:
