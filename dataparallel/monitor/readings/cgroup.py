@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,10 +60,13 @@ def swap(root: Path = Path("/")) -> UsableMemory:
 
 def usable_cpus(pid: int = 0) -> float:
     """Count the processors that a process, by default this one, may use, also in a container."""
+    return within(quota(), affinity(pid))
+
+
+def affinity(pid: int = 0) -> Collection[int]:
+    """Return the processors on which a process may run: all, where the system does not tell."""
     ask = getattr(os, "sched_getaffinity", None)
-    count = float(os.cpu_count() or 1) if ask is None else float(len(ask(pid)))
-    limit = quota()
-    return count if limit is None else min(count, limit.cpus)
+    return range(os.cpu_count() or 1) if ask is None else ask(pid)
 
 
 class Quota(NamedTuple):
@@ -76,6 +79,12 @@ class Quota(NamedTuple):
         """Return the seconds that all its processes have computed so far; None if unknown."""
         microseconds = _statistic(self.folder / "cpu.stat", "usage_usec")
         return None if microseconds is None else microseconds / 1e6
+
+
+def within(limit: Quota | None, processors: Collection[int]) -> float:
+    """Count the processors that can be used of some: all, or what a quota leaves of them."""
+    count = float(len(processors))
+    return count if limit is None else min(count, limit.cpus)
 
 
 def quota(root: Path = Path("/")) -> Quota | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from dataparallel.monitor.readings.cgroup import quota
+from dataparallel.monitor.readings import cgroup
 from dataparallel.monitor.readings.source import SHORTEST_SPAN
 
 
@@ -67,24 +66,21 @@ def usable_processors(
     Under a quota of time, busy is the time that the container has computed. If only some processors
     may be used, busy is the work on these, by whomever. ``root`` is where ``proc`` and ``sys`` are.
     """
-    everything = count or psutil.cpu_count() or 1
-    if affinity is None:
-        ask = getattr(os, "sched_getaffinity", None)
-        affinity = range(everything) if ask is None else ask(0)
-    mine = affinity
-    limit = quota(root)
-    if limit is not None and limit.cpus < min(everything, len(mine)):
+    mine = cgroup.affinity() if affinity is None else affinity
+    limit = cgroup.quota(root)
+    usable = cgroup.within(limit, mine)
+    if limit is not None and usable < len(mine):
         allowed = limit
 
         def times() -> tuple[float, float]:
             used = allowed.used()
             # Without what was used there is no share, rather than one of something else.
-            return (0.0, 0.0) if used is None else (used, allowed.cpus * clock())
+            return (0.0, 0.0) if used is None else (used, usable * clock())
 
-        return Processors(allowed.cpus, times)
-    if len(mine) < everything:
-        return Processors(len(mine), lambda: processor_times(mine))
-    return Processors(everything, processor_times)
+        return Processors(usable, times)
+    if len(mine) < (count or psutil.cpu_count() or 1):
+        return Processors(usable, lambda: processor_times(mine))
+    return Processors(usable, processor_times)
 
 
 def processor_times(chosen: Collection[int] | None = None) -> tuple[float, float]:
