@@ -59,7 +59,9 @@ MAY_SHARE_A_NAME = {"Broadcast", "Gather", "Scatter"}
 
 MAX_LINES_OF_FUNCTION = 60
 
-SOURCES = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
+SOURCES = {".py", ".cpp", ".h", ".cu", ".cuh", ".js", ".css", ".html"}
+#: The suffixes of all other files in the folders of the rooms.
+NO_SOURCES = {".json", ".svg", ".typed", ".LICENSE"}
 
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
@@ -78,7 +80,7 @@ MOST_LINES = {
     "threads": 1950,
     "comm": 2500,
     "readings": 2000,
-    "kernels": 2400,
+    "kernels": 2550,
     "devices": 500,
     "errors": 150,
     "torch_internals": 1140,
@@ -403,7 +405,10 @@ def lines_of_rooms() -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
     for folder in ("dataparallel", "kernels", "tools"):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in SOURCES and not path.name.startswith("uPlot"):
+            if path.is_dir() or path.suffix in NO_SOURCES | {".pyc"}:
+                continue
+            assert path.suffix in SOURCES, f"does {path} count?"
+            if not path.name.startswith("uPlot"):
                 inside = path.relative_to(ROOT).with_suffix("").as_posix()
                 module = inside.removeprefix("dataparallel/").replace("/", ".")
                 found[room(f"dataparallel.{module}")] += path.read_bytes().count(b"\n")
