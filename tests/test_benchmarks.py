@@ -39,7 +39,7 @@ def run_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return call
 
 
-@pytest.mark.parametrize("name", ["autograd", "kernels", "reducer", "transport"])
+@pytest.mark.parametrize("name", ["autograd", "kernels", "published", "reducer", "transport"])
 def test_examples_in_the_help_are_accepted(name: str) -> None:
     parser = importlib.import_module(f"benchmarks.{name}").build_parser()
     examples = parser.format_help().split("examples:\n")[1].splitlines()
@@ -193,3 +193,18 @@ def test_transport_counts_what_the_ports_carry(
         assert each["out of the first"] == pytest.approx(2, rel=0.01)
         assert each["into the first"] == pytest.approx(1, rel=0.01)
         assert 1 < each["into others"] < 2.5
+
+
+def test_published_figures_are_simulated_within_their_errors(
+    run_benchmark: Callable[..., int], tmp_path: pathlib.Path
+) -> None:
+    """All are within 20 percent, and none is slower than published."""
+    from benchmarks.published import resnet50
+
+    file = tmp_path / "published.json"
+    assert run_benchmark("published", "--json", str(file)) == 0
+    errors = [case["error"] for case in json.loads(file.read_text())["cases"]]
+    assert len(errors) == 5
+    assert all(-0.2 < error <= 0 for error in errors)
+    # As torchvision counts.
+    assert sum(sum(own) for own, _ in resnet50()) == 25_557_032

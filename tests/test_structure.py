@@ -66,7 +66,7 @@ NO_SOURCES = {".json", ".svg", ".typed", ".LICENSE"}
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
-    "tools": 8450,
+    "tools": 9800,
     "extras": 2950,
     "monitor": 3500,
     "parallel": 4690,
@@ -87,7 +87,7 @@ MOST_LINES = {
     "__init__": 150,
     "__main__": 50,
     "distributed_autograd": 3550,
-    "virtual": 5500,
+    "virtual": 6250,
 }
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -101,3 +101,21 @@ def count(text: str) -> int:
 def counts(text: str) -> list[int]:
     """Convert a list such as ``1,2,4`` of whole numbers of at least 1; the smallest comes first."""
     return sorted({count(part.strip()) for part in text.split(",")})
+
+
+def size(text: str) -> int:
+    """Convert a number such as ``2500``, ``10M`` or ``1.5G``: K, M and G are powers of 1000."""
+    units = {"k": 10**3, "m": 10**6, "g": 10**9}
+    unit = units.get(text[-1:].lower(), 1)
+    return round(positive(text if unit == 1 else text[:-1]) * unit)
+
+
+def positive(text: str) -> float:
+    """Convert a number above zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e15:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above zero")
+    return number

@@ -64,7 +64,7 @@ is_initialized = is_available
 
 def defers() -> bool:
     """True if default streams, too, do their work later: else the host does it."""
-    return _extension.strict()
+    return _extension.strict() or _extension.is_dry()
 
 
 current_device = accelerator.current_device_index

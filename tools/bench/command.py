@@ -12,6 +12,8 @@ from dataparallel.tools.arguments import (
     device_names,
     late,
     names_in,
+    positive,
+    size,
 )
 from dataparallel.tools.bench.cases import CASES
 
@@ -27,11 +29,14 @@ def add_to(commands: Subparsers) -> None:
         commands,
         "bench",
         summary="Measure speed and memory beside a peer, interleaved in one run.",
-        examples=[f"dataparallel bench {subject} --help" for subject in ("train", "host")],
+        examples=[
+            f"dataparallel bench {subject} --help" for subject in ("train", "host", "simulate")
+        ],
     )
     subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT")
     _add_train(subjects)
     _add_host(subjects)
+    _add_simulate(subjects)
 
 
 def _add_train(subjects: Subparsers) -> None:
@@ -87,6 +92,45 @@ def _add_host(subjects: Subparsers) -> None:
     add("--replicas", type=counts, default=[1, 2, 4, 8], metavar="LIST",
         help="of ours; default: 1,2,4,8")  # fmt: skip
     add_rounds(parser, rounds=5)
+
+
+def _add_simulate(subjects: Subparsers) -> None:
+    parser = add_command(
+        subjects,
+        "simulate",
+        summary="A training step on a stated machine with several GPUs, simulated without one.",
+        examples=[
+            "dataparallel bench simulate",
+            "dataparallel bench simulate --gpus 2,4,8 --machine a100-nvlink",
+            "dataparallel bench simulate --machine pcie4 --forward-ms 100 --backward-ms 200",
+            "dataparallel bench simulate --parameters 100M --forward-ms 10 --backward-ms 20",
+            "dataparallel bench simulate --contestants ddp,torch-ddp --trace step.json",
+        ],
+        run=late(
+            lambda: importlib.import_module("dataparallel.tools.bench.simulate.simulate"),
+            extra="tools",
+        ),
+    )
+    names = ("ddp", "captured", "dp", "torch-ddp", "torch-dp", "bare")
+    add = parser.add_argument
+    add("--gpus", type=counts, default=[8], metavar="LIST",
+        help="numbers of devices, a table for each; default: 8")  # fmt: skip
+    add("--machine", default="h100-nvlink", metavar="NAME",
+        help="h100-nvlink (default), a100-nvlink, pcie4, t4x2, or a file like those in "
+        "tools/bench/simulate/machines")  # fmt: skip
+    add("--parameters", type=size, default=10**9, metavar="N",
+        help="about so many parameters, with K, M or G; default: 1G")  # fmt: skip
+    add("--layers", type=count, default=12, metavar="N",
+        help="layers of the transformer, with 12 parameters each; default: 12")  # fmt: skip
+    for phase in ("forward", "backward"):
+        add(f"--{phase}-ms", type=positive, default=None, metavar="MS",
+            help=f"let the {phase} pass of the bare module take so long per device, with its "
+            "products of matrices scaled; default: the roofline of the machine")  # fmt: skip
+    add("--contestants", type=names_in(names), default=list(names), metavar="LIST",
+        help=f"whom to play; default: {','.join(names)}")  # fmt: skip
+    add("--trace", metavar="FILE",
+        help="write what each stream did, for ui.perfetto.dev or chrome://tracing")  # fmt: skip
+    add("--json", metavar="FILE", help="write all figures to FILE, or to - (stdout)")
 
 
 def add_rounds(parser: argparse.ArgumentParser, rounds: int = 7, steps: int | None = None) -> None:

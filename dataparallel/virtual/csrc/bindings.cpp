@@ -96,6 +96,16 @@ void initialize(int count) {
   register_cpu_kernels();
 }
 
+py::list entries_of(const std::vector<Note>& notes) {
+  py::list result;
+  for (const Note& note : notes) {
+    result.append(py::make_tuple(
+        note.kind, note.name, note.device, note.stream, note.read, note.written, note.flops,
+        note.source, note.destination, note.id, note.replayed, note.thread, note.seconds));
+  }
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -112,6 +122,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counters", &read_counters);
   m.def("reset_counters", &reset_counters);
   m.def("routes", &read_routes);
+  m.def("is_dry", &is_dry);
+  m.def("set_dry", &set_dry);
+  m.def("begin_trace", &begin_trace);
+  m.def("end_trace", [] { return entries_of(end_trace()); });
+  m.def("trace_length", &trace_length);
+  m.def("mark", &note_mark);
   m.def("is_capturing", [](int device) {
     return current_stream(static_cast<c10::DeviceIndex>(device)).capturing();
   });

@@ -102,7 +102,27 @@ bool OperatorCall::can_defer() const {
   return layouts_ == Layouts::kDense && !foreign_memory_ && !info_.runs_at_once;
 }
 
+void OperatorCall::run_dry(Stream& stream) {
+  const bool has_values = info_.returns_other || layouts_ != Layouts::kDense || foreign_memory_;
+  const auto described = has_values
+      ? nullptr
+      : describe(
+            op_, info_,
+            at::ArrayRef<c10::IValue>(
+                stack_.data() + base_, static_cast<size_t>(info_.num_arguments)));
+  const bool in_place = !info_.has_new_outputs && !info_.has_out_arguments;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      described || (in_place && !has_values && !info_.has_meta_kernel), info_.name,
+      " cannot be queued in dry mode, in which nothing runs: it has no meta kernel that tells its "
+      "results from the shapes of its arguments");
+  queue(stream, described.get());
+}
+
 void OperatorCall::run_deferred(Stream& stream) {
+  if (C10_UNLIKELY(is_dry())) {
+    run_dry(stream);
+    return;
+  }
   if (C10_UNLIKELY(holds_too_much(device_)) && !stream.capturing()) {
     stream.synchronize();
   }

@@ -36,11 +36,27 @@ void OperatorCall::run() {
   }
   count(device_, kKernels);
   Stream& stream = current_stream(device_);
+  if (C10_UNLIKELY(is_noted())) {
+    launch_noted(stream);
+  } else {
+    launch(stream);
+  }
+}
+
+void OperatorCall::launch(Stream& stream) {
   if (checks_races()) {
     run_checked(stream);
   } else {
     run_on(stream);
   }
+}
+
+void OperatorCall::launch_noted(Stream& stream) {
+  KernelNote note(
+      info_,
+      at::ArrayRef<c10::IValue>(stack_.data() + base_, static_cast<size_t>(info_.num_arguments)));
+  launch(stream);
+  note.add(stream, at::ArrayRef<c10::IValue>(stack_.data() + base_, info_.returns.size()));
 }
 
 void OperatorCall::run_on(Stream& stream) {

@@ -30,6 +30,9 @@ class OperatorCall {
 
  private:
   void inspect();
+  void launch(Stream& stream);
+  // Launch it likewise, and note that in the trace.
+  void launch_noted(Stream& stream);
   void run_on(Stream& stream);
   // Run it likewise, and check that no work on other streams races with it.
   void run_checked(Stream& stream);
@@ -45,6 +48,8 @@ class OperatorCall {
   at::Tensor wrap(const at::Tensor& result);
 
   void run_deferred(Stream& stream);
+  // Queue an operator that is never run, or raise if only running it would tell its results.
+  void run_dry(Stream& stream);
   bool can_defer() const;
   void sample_now_write_later(Stream& stream);
   void queue(Stream& stream, const Description* described);

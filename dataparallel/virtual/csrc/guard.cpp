@@ -113,6 +113,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) {
       auto record = static_cast<Event*>(event)->latest();
       count(record->stream.device, kHostWaits);
+      if (is_noted()) {
+        note_host_wait(record->stream, record->number);
+      }
       record->stream.run_until(record->position);
       host_saw(record->clock);
       raise_late();

@@ -3,6 +3,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/TensorBody.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 namespace vdev {
@@ -26,6 +27,9 @@ void copy_now(const at::Tensor& from, const at::Tensor& to) {
 
 void submit_copy(Stream& stream, const at::Tensor& from, const at::Tensor& to) {
   note_copy(stream, from, to);
+  if (is_noted()) {
+    add_copy_note(stream, from, to);
+  }
   if (!stream.defers()) {
     copy_now(from, to);
     return;
@@ -40,7 +44,7 @@ void copy_host_to_device(const at::Tensor& from, const at::Tensor& to, bool non_
   Stream& stream = current_stream(device);
   // Pageable memory is staged: it may be overwritten as soon as the call returns.
   const bool read_late = !stream.defers() || is_pinned(from.storage().data());
-  submit_copy(stream, read_late ? from : from.clone(), to);
+  submit_copy(stream, read_late || is_dry() ? from : from.clone(), to);
   if (!non_blocking) {
     count(device, kHostWaits);
     host_waits_for(stream);
@@ -53,6 +57,11 @@ void copy_device_to_host(const at::Tensor& from, const at::Tensor& to, bool non_
   count(device, kBytesDeviceToHost, static_cast<int64_t>(from.nbytes()));
   Stream& stream = current_stream(device);
   submit_copy(stream, from, to);
+  if (is_dry()) {
+    KernelScope scope;
+    at::Tensor target = to;
+    target.zero_();
+  }
   if (!non_blocking) {
     count(device, kHostWaits);
     host_waits_for(stream);
@@ -119,7 +128,8 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   }
   host_waits_for(stream);
   KernelScope scope;
-  return cpu_alias(self).item();
+  const at::Tensor value = cpu_alias(self);
+  return (is_dry() ? at::zeros_like(value) : value).item();
 }
 
 // Copies handle conjugate and negative views themselves, since torch resolves those with a copy.

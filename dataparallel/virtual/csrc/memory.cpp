@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -103,6 +104,32 @@ void account_free(c10::DeviceIndex device, size_t nbytes) {
   usage.blocks_freed.fetch_add(1, std::memory_order_relaxed);
 }
 
+// Memory from which the system hands out pages when they are touched, and of which small pieces
+// are zeroed: nothing runs in dry mode that would write it.
+constexpr size_t kReservedFrom = size_t{1} << 16;
+
+struct Reserved {
+  void* data;
+  size_t nbytes;
+};
+
+c10::DataPtr reserve(size_t nbytes) {
+  if (nbytes < kReservedFrom) {
+    c10::DataPtr small = c10::GetCPUAllocator()->allocate(nbytes);
+    std::memset(small.get(), 0, nbytes);
+    return small;
+  }
+  void* data = mmap(
+      nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(data != MAP_FAILED, "the system does not reserve ", nbytes, " bytes of memory");
+  const auto unmap = [](void* context) {
+    const auto* reserved = static_cast<Reserved*>(context);
+    munmap(reserved->data, reserved->nbytes);
+    delete reserved;
+  };
+  return c10::DataPtr(data, new Reserved{data, nbytes}, unmap, c10::Device(c10::kCPU));
+}
+
 // A block whose tensor has gone, until its streams have passed that moment.
 struct Retirement {
   Retirement(BlockRef block, size_t streams) : block(std::move(block)), remaining(streams) {}
@@ -120,7 +147,7 @@ class RetireTask final : public Task {
     }
     Block& block = *retirement_->block;
     // Work that still refers to the block now is queued on a stream that had no right to it.
-    if (retirement_->block.use_count() > 1) {
+    if (retirement_->block.use_count() > 1 && !is_dry()) {
       poison(block.memory.get(), block.nbytes);
     }
     if (!block.users.empty()) {
@@ -142,6 +169,9 @@ void release_block(void* context) {
     return;
   }
   account_free(block->owner.device, block->nbytes);
+  if (is_noted()) {
+    note_block("free", *block, block->owner);
+  }
   if (checks_races()) {
     note_free(*block);
   }
@@ -259,6 +289,9 @@ void Block::record(Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex);
   if (&stream != &owner && std::find(users.begin(), users.end(), &stream) == users.end()) {
     users.push_back(&stream);
+    if (is_noted()) {
+      note_block("use", *this, stream);
+    }
   }
 }
 
@@ -272,6 +305,9 @@ c10::DataPtr adopt_memory(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex d
     note_allocation(*block);
   }
   account_allocation(block->owner, nbytes);
+  if (is_noted()) {
+    note_block("allocate", *block, block->owner);
+  }
   return c10::DataPtr(data, block.release(), &release_block, device_at(device));
 }
 
@@ -280,6 +316,9 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes) {
   device = checked_index(device);
   if (nbytes == 0) {
     return c10::DataPtr(nullptr, device_at(device));
+  }
+  if (is_dry()) {
+    return adopt_memory(reserve(nbytes), nbytes, device);
   }
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(nbytes);
   if (current_stream(device).defers()) {
@@ -293,7 +332,7 @@ void resize_storage(const c10::Storage& storage, size_t nbytes) {
   const c10::DeviceIndex device = storage.device().index();
   c10::DataPtr grown = allocate_on(device, nbytes);
   const size_t kept = std::min(nbytes, storage.nbytes());
-  if (kept > 0) {
+  if (kept > 0 && !is_dry()) {
     // The old contents may still be on their way.
     current_stream(device).synchronize();
     std::memcpy(grown.get(), storage.data(), kept);

@@ -81,6 +81,9 @@ thread_local std::array<Stream*, kMaxDevices> current_streams{};
 
 void complete(Stream& stream) {
   const Clock clock = checks_races() ? mark(stream) : Clock();
+  if (is_noted()) {
+    note_host_wait(stream, 0);
+  }
   stream.synchronize();
   host_saw(clock);
 }
@@ -128,6 +131,9 @@ void Stream::push(Item item) {
 }
 
 void Stream::submit(std::unique_ptr<Task> task) {
+  if (is_dry()) {
+    return;
+  }
   if (Graph* graph = graph_.load()) {
     graph->add(std::move(task));
     return;
@@ -152,6 +158,9 @@ std::shared_ptr<Record> Stream::record(bool timed) {
   if (checks_races()) {
     record->clock = mark(*this);
   }
+  if (is_noted()) {
+    record->number = note_record(*this);
+  }
   if (idle()) {
     record->seconds.store(now());
   } else if (timed) {
@@ -165,6 +174,9 @@ std::shared_ptr<Record> Stream::record(bool timed) {
 void Stream::wait(const std::shared_ptr<Record>& record) {
   if (checks_races()) {
     follow(*this, record->clock);
+  }
+  if (is_noted()) {
+    note_wait(*this, record->number);
   }
   if (&record->stream == this || record->reached()) {
     return;
@@ -198,11 +210,17 @@ void Graph::begin(Stream& stream) {
   stream.capture(this);
   stream_ = &stream;
   device_ = stream.device;
+  count_captures(1);
 }
 
 void Graph::add(std::shared_ptr<Task> task) {
   std::lock_guard<std::mutex> lock(mutex_);
   tasks_.push_back(std::move(task));
+}
+
+void Graph::add(Note note) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  notes_.push_back(std::move(note));
 }
 
 void Graph::add(const Accesses& accesses) {
@@ -218,6 +236,7 @@ void Graph::end() {
   if (stream_ != nullptr) {
     stream_->capture(nullptr);
     stream_ = nullptr;
+    count_captures(-1);
   }
 }
 
@@ -226,6 +245,9 @@ void Graph::replay() const {
   Stream& stream = current_stream(device_);
   if (checks_races()) {
     settle(stream, accesses_);
+  }
+  if (is_noted()) {
+    replay_notes(stream, notes_);
   }
   for (const auto& task : tasks_) {
     stream.submit(std::make_unique<ReplayTask>(task));

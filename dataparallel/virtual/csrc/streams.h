@@ -6,6 +6,7 @@
 
 #include "devices.h"
 #include "races.h"
+#include "trace.h"
 
 #include <condition_variable>
 #include <deque>
@@ -47,6 +48,8 @@ class Record {
   std::atomic<double> seconds{-1.0};
   // The clock of the stream when it is reached.
   Clock clock;
+  // The number of the event in the trace; 0 for none.
+  uint64_t number = 0;
 
  private:
   std::atomic<int> polls_{0};
@@ -58,7 +61,7 @@ class Stream {
 
   // False if submitted work has run when the submission returns.
   bool defers() const noexcept {
-    return id != 0 || strict();
+    return id != 0 || strict() || is_dry();
   }
 
   void submit(std::unique_ptr<Task> task);
@@ -131,6 +134,7 @@ class Graph {
   void add(std::shared_ptr<Task> task);
   // Add accesses that each replay has, all at once.
   void add(const Accesses& accesses);
+  void add(Note note);
   void end();
   void replay() const;
 
@@ -140,6 +144,7 @@ class Graph {
   c10::DeviceIndex device_ = 0;
   std::vector<std::shared_ptr<Task>> tasks_;
   Accesses accesses_;
+  std::vector<Note> notes_;
 };
 
 Stream& stream_at(c10::DeviceIndex device, c10::StreamId id);

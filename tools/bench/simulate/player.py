@@ -1,0 +1,463 @@
+"""The player: what a program has queued, on a machine whose time is simulated.
+
+Note [How a machine plays]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+- A stream does one thing after the other, none before the host has launched it. A wait is over when
+  its event is reached.
+- Kernels of different streams on one device share it: of n, each runs at an n-th of its speed.
+- A copy between devices takes a copy engine of its source and one of its destination, in the order
+  in which copies become ready. Its bytes leave through the port of the source, and enter through
+  that of the destination; between switches they take the uplinks, too. Copies share ports fairly:
+  no copy could be faster without making a slower one still slower (max-min).
+- A collective operation of NCCL takes its time on a stream, and no time of the device.
+- The host launches in the order of the trace. The interpreter's lock lets one thread at a time
+  launch, except for kernels in a backward, which threads of autograd's engine launch on their own.
+  Nothing is launched to a stream before what the trace has there before it.
+- Memory that is freed counts until the streams that use it have passed that moment.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from dataparallel.tools.bench.simulate.machine import SimulatedMachine
+
+#: A device and the number of a stream of it.
+_Place: TypeAlias = tuple[int, int]
+
+
+class Instruction(NamedTuple):
+    """One thing for the machine or for its host.
+
+    Attributes:
+        kind: As the kind of an entry of a trace; or ``"collective"``.
+        name: Its name, for people.
+        device: The device that it is queued on.
+        stream: The number of the stream.
+        seconds: How long a kernel or collective takes if it is alone; for the host, see ``host``.
+        bytes: Those of a copy, or of a block of memory; of a collective, those that it gives.
+        moved: The bytes that a member of a ring sends, and receives.
+        source: The device that a copy comes from; -1 for the host.
+        destination: The device that it goes to.
+        id: The number of an event or of a block.
+        host: The time that launching it takes.
+        thread: The thread that launches it.
+    """
+
+    kind: str
+    name: str = ""
+    device: int = -1
+    stream: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    source: int = -1
+    destination: int = -1
+    id: int = 0
+    host: float = 0.0
+    thread: int = 0
+    moved: int = 0
+
+
+class PlayedSpan(NamedTuple):
+    """A kernel, a copy or a collective, and when it ran; ``phase`` is the mark before it."""
+
+    task: Instruction
+    begin: float
+    end: float
+    phase: str
+
+
+class Mark(NamedTuple):
+    """A mark: when the host came to it, and when all was done that was launched before."""
+
+    name: str
+    host: float
+    done: float
+
+
+class BlockLife(NamedTuple):
+    """A block of memory: when it was taken, and when it was free again.
+
+    Staging is memory of streams for copies that is free again in the phase in which it was taken.
+    Its time is minus infinity for what was there before the trace, and infinity for what stays.
+    """
+
+    device: int
+    bytes: int
+    begin: float
+    end: float
+    is_staging: bool = False
+
+
+@dataclass
+class Played:
+    """The spans, the marks, and the blocks of memory."""
+
+    spans: list[PlayedSpan]
+    marks: list[Mark]
+    memory: list[BlockLife]
+
+
+@dataclass(eq=False)
+class _Queued:
+    task: Instruction
+    issued: float
+    phase: str
+    number: int
+
+
+@dataclass(eq=False)
+class _Stream:
+    items: deque[_Queued] = field(default_factory=deque)
+    is_busy: bool = False
+    last_issue: float = 0.0
+
+
+@dataclass(eq=False)
+class _Running:
+    """An activity with what is left of it: seconds of a kernel, or bytes of a copy."""
+
+    item: _Queued
+    stream: _Stream
+    left: float
+    begin: float
+    rate: float = 0.0
+    updated: float = 0.0
+    version: int = 0
+    ports: tuple[object, ...] = ()
+
+
+class Player:
+    """See Note [How a machine plays]."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._streams: dict[_Place, _Stream] = defaultdict(_Stream)
+        self._reached: dict[int, float] = {}
+        self._waiting: dict[int, list[_Stream]] = defaultdict(list)
+        self._kernels: dict[int, list[_Running]] = defaultdict(list)
+        self._flows: list[_Running] = []
+        self._ready: list[tuple[_Stream, _Queued]] = []
+        self._out: dict[int, int] = defaultdict(int)
+        self._in: dict[int, int] = defaultdict(int)
+        self._ends: dict[int, float] = {}
+        self._users: dict[int, set[_Place]] = defaultdict(set)
+        self._blocks: dict[int, _Queued] = {}
+        self._passing: dict[int, tuple[int, float, Instruction]] = {}
+        self._played = Played([], [], [])
+
+    def play(self, tasks: Sequence[Instruction]) -> Played:
+        """Play tasks in the order in which a host launches them."""
+        host = _Host(self)
+        marks = []
+        for number, task in enumerate(tasks):
+            if task.kind == "mark":
+                host.begin(task.name)
+                marks.append((task.name, host.clock, number))
+            elif task.kind == "host_wait":
+                host.wait_until(self._run_until_idle(task))
+            else:
+                self._take(host.launch(task, number))
+        self._run(lambda: False)
+        assert not any(stream.items for stream in self._streams.values()), "a wait without an event"
+        ends = sorted(self._ends.items())
+        latest, position = 0.0, 0
+        for name, clock, number in marks:
+            while position < len(ends) and ends[position][0] < number:
+                latest = max(latest, ends[position][1])
+                position += 1
+            self._played.marks.append(Mark(name, clock, max(latest, clock)))
+        for item in list(self._blocks.values()):
+            self._keep(item.task, math.inf, "")
+        return self._played
+
+    def stream(self, place: _Place) -> _Stream:
+        """Return the stream of a place."""
+        return self._streams[place]
+
+    # --- memory --------------------------------------------------------------------------------
+
+    def _take(self, item: _Queued) -> None:
+        task = item.task
+        place = task.device, task.stream
+        if task.kind == "allocate":
+            self._blocks[task.id] = item
+            self._users[task.id].clear()
+        elif task.kind == "use":
+            self._users[task.id].add(place)
+        elif task.kind == "free":
+            users = self._users.pop(task.id, set())
+            # Work of the stream that owns it comes before whatever gets the memory next.
+            self._passing[item.number] = len(users), item.issued, task
+            for user in users:
+                self._push(self._streams[user], item)
+            if not users:
+                self._passed(item)
+        else:
+            self._push(self._streams[place], item)
+
+    def _passed(self, item: _Queued) -> None:
+        left, latest, task = self._passing[item.number]
+        latest = max(latest, self._now) if left else latest
+        self._passing[item.number] = left - 1, latest, task
+        if left <= 1:
+            self._keep(task, latest, item.phase)
+
+    def _keep(self, task: Instruction, end: float, phase: str) -> None:
+        """Note the life of a block."""
+        taken = self._blocks.pop(task.id, None)
+        is_staging = taken is not None and taken.phase == phase and task.stream != 0
+        begin = taken.issued if taken else -math.inf
+        life = BlockLife(task.device, task.bytes, begin, end, is_staging)
+        self._played.memory.append(life)
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, action))
+
+    def _run(self, is_enough: Callable[[], bool]) -> None:
+        while not is_enough() and self._events:
+            self._now, _, action = heapq.heappop(self._events)
+            action()
+
+    def _run_until_idle(self, task: Instruction) -> float:
+        """Run until the host's wait is over, and return that time."""
+        stream = self._streams[task.device, task.stream]
+        if task.id:
+            self._run(lambda: task.id in self._reached)
+            return self._reached.get(task.id, self._now)
+        self._run(lambda: not stream.items and not stream.is_busy)
+        return self._now
+
+    # --- streams -------------------------------------------------------------------------------
+
+    def _push(self, stream: _Stream, item: _Queued) -> None:
+        stream.items.append(item)
+        if len(stream.items) == 1 and not stream.is_busy:
+            self._at(max(item.issued, self._now), lambda: self._advance(stream))
+
+    def _advance(self, stream: _Stream) -> None:
+        """Begin what is first in a stream, if that can be."""
+        while stream.items and not stream.is_busy:
+            item = stream.items[0]
+            task = item.task
+            if item.issued > self._now:
+                self._at(item.issued, lambda: self._advance(stream))
+                return
+            if task.kind == "wait" and task.id not in self._reached:
+                self._waiting[task.id].append(stream)
+                return
+            stream.items.popleft()
+            if task.kind == "record":
+                self._reached[task.id] = self._now
+                for other in self._waiting.pop(task.id, ()):
+                    self._at(self._now, lambda other=other: self._advance(other))  # type: ignore[misc]
+            elif task.kind == "free":
+                self._passed(item)
+            elif task.kind in ("kernel", "copy", "collective"):
+                stream.is_busy = True
+                self._begin(stream, item)
+
+    def _begin(self, stream: _Stream, item: _Queued) -> None:
+        task = item.task
+        if task.kind == "copy":
+            self._ready.append((stream, item))
+            self._start_copies()
+        else:
+            running = _Running(item, stream, task.seconds, self._now, updated=self._now)
+            if task.kind == "kernel":
+                self._kernels[task.device].append(running)
+                self._share_device(task.device)
+            else:
+                self._change_rate(running, 1.0)
+
+    def _end(self, running: _Running) -> None:
+        task = running.item.task
+        self._played.spans.append(PlayedSpan(task, running.begin, self._now, running.item.phase))
+        self._ends[running.item.number] = self._now
+        running.stream.is_busy = False
+        if task.kind == "kernel":
+            self._kernels[task.device].remove(running)
+            self._share_device(task.device)
+        elif task.kind == "copy":
+            self._flows.remove(running)
+            self._out[task.source] -= 1
+            self._in[task.destination] -= 1
+            self._share_ports()
+            self._start_copies()
+        self._advance(running.stream)
+
+    def _change_rate(self, running: _Running, rate: float) -> None:
+        if running.rate == rate and running.version:
+            return
+        running.left -= running.rate * (self._now - running.updated)
+        running.rate, running.updated = rate, self._now
+        running.version += 1
+        version = running.version
+
+        def end() -> None:
+            if running.version == version:
+                self._end(running)
+
+        self._at(self._now + max(0.0, running.left) / rate, end)
+
+    def _share_device(self, device: int) -> None:
+        running = self._kernels[device]
+        for each in running:
+            self._change_rate(each, 1.0 / len(running))
+
+    # --- copies --------------------------------------------------------------------------------
+
+    def _start_copies(self) -> None:
+        """Start the copies that have engines, in the order in which they became ready."""
+        waiting, most = [], self._machine.engines
+        for stream, item in self._ready:
+            task = item.task
+            is_free = (task.source < 0 or self._out[task.source] < most) and (
+                task.destination < 0 or self._in[task.destination] < most
+            )
+            if not is_free:
+                waiting.append((stream, item))
+                continue
+            self._out[task.source] += 1
+            self._in[task.destination] += 1
+            running = _Running(item, stream, float(task.bytes), self._now, updated=self._now)
+            running.ports = self._ports(task)
+            self._at(self._now + self._machine.copy, lambda r=running: self._flow(r))  # type: ignore[misc]
+        self._ready = waiting
+
+    def _flow(self, running: _Running) -> None:
+        running.updated = self._now
+        self._flows.append(running)
+        self._share_ports()
+
+    def _ports(self, task: Instruction) -> tuple[object, ...]:
+        if task.source < 0 or task.destination < 0:
+            return (("host", task.source, task.destination),)
+        ports: list[object] = [("out", task.source), ("in", task.destination)]
+        ends = self._machine.switch_of(task.source), self._machine.switch_of(task.destination)
+        if ends[0] != ends[1]:
+            ports += [("up", ends[0]), ("down", ends[1])]
+        return tuple(ports)
+
+    def _share_ports(self) -> None:
+        """Divide the ports fairly: those that are most in demand are divided first."""
+        users: dict[object, list[_Running]] = defaultdict(list)
+        for flow in self._flows:
+            for port in flow.ports:
+                users[port].append(flow)
+        left = {port: self._capacity(port) for port in users}
+        rates: dict[int, float] = {}
+        while users:
+            port = min(users, key=lambda each: left[each] / len(users[each]))
+            share = left[port] / len(users[port])
+            for flow in users[port]:
+                rates[id(flow)] = share
+            fixed = users.pop(port)
+            for flow in fixed:
+                for other in flow.ports:
+                    if other in users:
+                        users[other].remove(flow)
+                        left[other] -= share
+                        if not users[other]:
+                            del users[other]
+        for flow in self._flows:
+            self._change_rate(flow, rates[id(flow)])
+
+    def _capacity(self, port: object) -> float:
+        kind = port[0] if isinstance(port, tuple) else port
+        machine = self._machine
+        rates = {"host": machine.host_port, "up": machine.uplink, "down": machine.uplink}
+        return rates.get(str(kind), machine.port)
+
+
+class _Host:
+    """The threads that launch, and the interpreter's lock. See Note [How a machine plays]."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self._threads: dict[int, float] = {}
+        self._lock = 0.0
+        self._phase = ""
+
+    @property
+    def clock(self) -> float:
+        """The time at which all threads have come so far."""
+        return max([self._lock, *self._threads.values()])
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase, in which all threads begin together."""
+        self._lock, self._phase = self.clock, phase
+        self._threads.clear()
+        self._began = self._lock
+
+    def wait_until(self, time: float) -> None:
+        """Let all threads wait until then."""
+        self._lock = max(self.clock, time)
+        self._threads.clear()
+        self._began = self._lock
+
+    _began = 0.0
+
+    def launch(self, task: Instruction, number: int) -> _Queued:
+        """Spend the time that it takes to launch something."""
+        stream = self._player.stream((task.device, task.stream))
+        if self._phase == "backward":
+            begin = self._threads.get(task.thread, self._began)
+            if task.kind in ("copy", "record", "wait"):
+                begin = max(begin, self._lock, stream.last_issue)
+                self._lock = begin + task.host
+            issued = self._threads[task.thread] = max(begin, stream.last_issue) + task.host
+        else:
+            issued = self._lock = self._lock + task.host
+        if task.kind not in ("allocate", "use", "free"):
+            stream.last_issue = issued
+        return _Queued(task, issued, self._phase, number)
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join intervals that meet; they come out in order."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def without(
+    intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Return what of some intervals lies in none of others; both are unions."""
+    left, position = [], 0
+    for begin, end in intervals:
+        while position < len(others) and others[position][1] <= begin:
+            position += 1
+        at = position
+        while at < len(others) and others[at][0] < end:
+            if others[at][0] > begin:
+                left.append((begin, others[at][0]))
+            begin = max(begin, others[at][1])
+            at += 1
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def within(
+    intervals: Iterable[tuple[float, float]], begin: float, end: float
+) -> list[tuple[float, float]]:
+    """Return the parts of intervals between two times."""
+    cut = ((max(begin, one), min(end, other)) for one, other in intervals)
+    return [(one, other) for one, other in cut if one < other]
