@@ -29,7 +29,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test versions random gpu browser images soak check docs format build clean
+.PHONY: help train test all-cases versions random gpu browser images soak check docs format build clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ train: $(RUN_STAMP) ## train on handwritten digits, on all accelerators or else 
 # One process more than a small machine has cores, since many tests wait for processes.
 test: $(DEV_STAMP) ## run the tests
 	@$(VENV)/bin/python -m pytest -q -n 3 $(PYTEST_ARGS)
+
+all-cases: $(DEV_STAMP) ## run every case of the tests in which otherwise any two values meet
+	@$(VENV)/bin/python -m pytest -q -n 3 -m in_pairs --all-cases $(PYTEST_ARGS)
 
 versions: $(DEV_STAMP) ## run some tests with the oldest and the newest torch, on each Python there is
 	@$(VENV)/bin/python -m tests.versions $(VERSIONS)
