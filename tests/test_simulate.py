@@ -207,6 +207,14 @@ def bare() -> StepTrace:
     return record.record(SMALL, 1, "bare")
 
 
+def test_a_replay_spares_the_host_all_launches_but_one() -> None:
+    machine = machines.load("h100-nvlink")
+    entry = virtual.TraceEntry("kernel", "k", 0, 0, 8, 8, 0, -1, -1, 0, False, 0, 0.0)
+    replay, replayed = entry._replace(kind="replay"), entry._replace(replayed=True)
+    tasks = Timing(machine, {}).tasks([entry, replay, replayed, replayed])
+    assert [task.host for task in tasks] == [machine.launch, machine.launch_graph, 0, 0]
+
+
 @pytest.mark.parametrize("wrapper", ["ddp", "captured", "dp"])
 def test_what_is_played_is_what_the_devices_count(wrapper: str, bare: StepTrace) -> None:
     """Bytes per pair of devices are those of the routes, and all products of matrices are there."""

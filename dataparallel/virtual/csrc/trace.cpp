@@ -1,5 +1,3 @@
-#include <Python.h>
-
 #include "trace.h"
 
 #include "fallback.h"
@@ -9,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <string_view>
 #include <thread>
 
 namespace vdev {
@@ -44,8 +43,9 @@ void set_flag(int flag, bool value) {
   }
 }
 
-// Turns of the threads that queue kernels in dry mode. Threads of autograd's engine would run as
-// long as the system lets them, and the trace would show one device far ahead of the others.
+// Turns of the threads that launch in dry mode. Each would run as long as the system lets it, and
+// the trace would show one device far ahead of the others. So each has a clock, which its launches
+// advance by about what they cost a host, and waits for the threads whose clocks are behind.
 class Turns {
  public:
   void begin() {
@@ -53,30 +53,46 @@ class Turns {
     threads_.clear();
   }
 
-  // Wait for threads that were here a moment ago and have queued less.
-  void take() {
-    if (PyGILState_Check() != 0) {
-      return;  // Others may need the lock to go on.
+  void take(const Note& note) {
+    const int64_t cost = cost_of(note);
+    if (cost == 0) {
+      return;
     }
-    const uint64_t me = this_thread();
+    const uint64_t me = note.thread;
     std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t mine = ++threads_[me].count;
+    const int64_t mine = threads_[me].clock += cost;
     threads_[me].last = Time::now();
-    while (std::any_of(threads_.begin(), threads_.end(), [&](const auto& each) {
-      return each.second.count + kAhead < mine && Time::now() - each.second.last < kMoment;
-    })) {
+    const auto is_behind = [&](const auto& each) {
+      return each.second.clock + kAhead < mine && Time::now() - each.second.last < kMoment;
+    };
+    while (std::any_of(threads_.begin(), threads_.end(), is_behind)) {
       lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      {
+        const GilRelease no_gil;
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+      }
       lock.lock();
     }
+    threads_[me].last = Time::now();
   }
 
  private:
   using Time = std::chrono::steady_clock;
-  static constexpr uint64_t kAhead = 1;
-  static constexpr std::chrono::milliseconds kMoment{2};
+  // A thread that has launched nothing for so long waits for others, or has ended.
+  static constexpr std::chrono::milliseconds kMoment{10};
+  static constexpr int64_t kAhead = 16;
+
+  // In microseconds.
+  static int64_t cost_of(const Note& note) {
+    const std::string_view kind = note.kind;
+    if (note.replayed) {
+      return 0;
+    }
+    return kind == "kernel" ? 8 : kind == "copy" ? 15 : kind == "record" || kind == "wait" ? 2 : 0;
+  }
+
   struct Turn {
-    uint64_t count = 0;
+    int64_t clock = 0;
     Time::time_point last;
   };
   std::mutex mutex_;
@@ -90,6 +106,9 @@ Turns& turns() {
 
 void append(Note note) {
   note.thread = this_thread();
+  if (is_dry()) {
+    turns().take(note);
+  }
   std::lock_guard<std::mutex> lock(trace_mutex());
   if (is_recording()) {
     note.seconds =
@@ -275,9 +294,6 @@ void KernelNote::add(Stream& stream, at::ArrayRef<c10::IValue> results) {
     note_.read += info_.is_partial ? std::min(bytes, made) : bytes;
   }
   add_note(stream, std::move(note_));
-  if (is_dry() && is_recording()) {
-    turns().take();
-  }
 }
 
 }  // namespace vdev
