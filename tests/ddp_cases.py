@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
+from tests.models import Calls
 
 Wrap: TypeAlias = Callable[[nn.Module], Any]
 #: Gradients and other results, in a fixed order.
@@ -17,21 +18,18 @@ Results: TypeAlias = Sequence[Tensor | None]
 Case: TypeAlias = Callable[[Wrap, str], Results]
 
 
-class Net(nn.Module):
+class Net(Calls):
     """Three layers, a scale, and a forward that a test gives."""
 
     layers: Any
+    scale: nn.Parameter
 
     def __init__(self, device: str, function: Callable[..., Any]) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.layers = nn.ModuleList([nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)])
-        self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
-        self.function = function
+        layers = nn.ModuleList([nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)])
+        scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+        super().__init__(function, layers=layers, scale=scale)
         self.to(device)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def two_layers(net: Any, x: Tensor) -> Tensor:

@@ -32,6 +32,13 @@ class Calls(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def norms() -> nn.Module:
+    """Return layers with batch norm, always with the same values."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 4), nn.BatchNorm1d(4)]
+    return nn.Sequential(*layers).double()
+
+
 def grads_of(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach() for p in module.parameters()]
 

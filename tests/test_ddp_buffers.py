@@ -17,7 +17,7 @@ from dataparallel.comm.errors import CollectiveTimeout
 from dataparallel.reducer.parameters import ignored_names
 from tests.cluster import Cluster
 from tests.ddp_cases import wrap as wrap_module
-from tests.models import assert_all_close
+from tests.models import assert_all_close, norms
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -236,12 +236,6 @@ def test_one_message_for_all_and_an_end_to_waiting_for_it(cluster: Cluster) -> N
 
 
 # --- statistics of the whole batch ---------------------------------------------------------------
-
-
-def norms() -> nn.Module:
-    torch.manual_seed(3)
-    layers = [nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 4), nn.BatchNorm1d(4)]
-    return nn.Sequential(*layers).double()
 
 
 def _train(

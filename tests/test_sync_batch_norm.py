@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel, DistributedDataParallel, current_replica, parallel_apply
 from dataparallel.collectives import LocalGroup, SyncBatchNorm
 from tests.cluster import Cluster
-from tests.models import WRAPPERS, Calls, assert_all_close
+from tests.models import WRAPPERS, Calls, assert_all_close, norms
 from tests.process_groups import new_group
 
 
@@ -455,13 +455,6 @@ def test_a_single_layer_and_the_name_of_torch() -> None:
 # --- between processes ---------------------------------------------------------------------------
 
 
-def net() -> nn.Module:
-    """The same in all processes."""
-    torch.manual_seed(3)
-    layers = [nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 4), nn.BatchNorm1d(4)]
-    return nn.Sequential(*layers).double()
-
-
 def batch(size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(size, 2, dtype=torch.double, generator=generator)
@@ -486,7 +479,7 @@ def compare_with_whole(
     rank: int, world_size: int, sizes: list[int], group: Any, num_replicas: int
 ) -> None:
     x, coefficients = batch(sum(sizes))
-    bare = net()
+    bare = norms()
     module = torchs(bare) if group == "torch's" else converted(bare, group or dist.group.WORLD)
     if num_replicas:
         model: Any = DataParallel(module, ["cpu"] * num_replicas)
@@ -534,7 +527,7 @@ def test_processes_equal_the_whole_batch(
 
 
 def train(rank: int, world_size: int, with_torch: bool) -> None:
-    bare = net()
+    bare = norms()
     if with_torch:
         model: Any = TorchDDP(converted(bare, dist.group.WORLD))
     else:
@@ -621,9 +614,9 @@ def follow_groups(rank: int, world_size: int, slots: list[str]) -> None:
         (ddp, alone, two, [1, 2] if rank else [0]),
     ]
     for wrapper, options, group, ranks in cases:
-        bare = net().to(slots[0])
+        bare = norms().to(slots[0])
         for num_slots in (1, len(slots)):
-            module = torchs(net(), group).to(slots[0])
+            module = torchs(norms(), group).to(slots[0])
             model = wrapper(module, slots[:num_slots], **options)
             bare.load_state_dict(module.state_dict())
             for _ in range(2):
@@ -647,13 +640,15 @@ def test_torchs_layer_keeps_its_processes(cluster: Cluster, slots: list[str]) ->
 
 def work_alone(rank: int, world_size: int) -> None:
     """Torch's own forward refuses the CPU as soon as there is a process group."""
-    x, bare = batch(6)[0], net()
+    x, bare = batch(6)[0], norms()
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
         torchs(bare)(x)
     expected = bare(x)
     for wrapper in (DataParallel, DistributedDataParallel):
         for num_replicas in (1, 2):
-            torch.testing.assert_close(wrapper(torchs(net()), ["cpu"] * num_replicas)(x), expected)
+            torch.testing.assert_close(
+                wrapper(torchs(norms()), ["cpu"] * num_replicas)(x), expected
+            )
         # One replica does what its own forward says.
         assert torch.equal(wrapper(own_forward(nn.SyncBatchNorm(2)), ["cpu"])(x), x)
 
@@ -663,7 +658,7 @@ def test_torchs_layer_in_one_process_with_a_group(cluster: Cluster) -> None:
 
 
 def recompute(rank: int, world_size: int, use_reentrant: bool) -> None:
-    bare = net()
+    bare = norms()
     call = functools.partial(checkpoint, use_reentrant=use_reentrant)
     module = Calls(lambda net, x: call(net.norm, x), norm=torchs(bare))
     model = DistributedDataParallel(module, ["cpu"], average="none")
@@ -681,9 +676,9 @@ def test_one_replica_of_each_process_may_recompute(cluster: Cluster, use_reentra
 def refuse_weights(rank: int, world_size: int) -> None:
     alone = [new_group([0]), new_group([1])]
     with pytest.raises(ValueError, match=r"torch.nn.SyncBatchNorm.*average='samples' do not go"):
-        DistributedDataParallel(torchs(net()), ["cpu"] * 2, average="samples")
+        DistributedDataParallel(torchs(norms()), ["cpu"] * 2, average="samples")
     # Nothing of it leaves the process.
-    module = torchs(net(), alone[rank])
+    module = torchs(norms(), alone[rank])
     DistributedDataParallel(module, ["cpu"] * 2, average="samples").close()
 
 
