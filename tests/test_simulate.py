@@ -346,6 +346,29 @@ def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     assert any(event["name"] == "copy 1 to 0" for event in events)
 
 
+def test_a_profile_is_measured_and_taken(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bare module takes the measured times, and its host as long as it took to launch it."""
+    file, report = tmp_path / "profile.json", tmp_path / "report.json"
+    small = ["bench", "simulate", "--parameters", "100K", "--layers", "2", "--profile", str(file)]
+    assert cli.main([*small, "--measure", "cpu"]) == 0
+    content = json.loads(file.read_text())
+    # A machine that is slow enough for any measurement here.
+    figures = {"forward": 0.5, "backward": 1.0, "host_forward": 0.1, "host_backward": 0.2}
+    assert content["profile"].keys() >= figures.keys()
+    assert all(content["profile"][name] > 0 for name in figures)
+    content["profile"] |= figures
+    file.write_text(json.dumps(content))
+    words = ["--gpus", "2", "--contestants", "bare", "--json", str(report)]
+    assert cli.main([*small, *words]) == 0
+    assert "scaled to 500 and 1e+03 ms, measured on cpu" in capsys.readouterr().out
+    outcome = json.loads(report.read_text())["outcomes"]["2"][0]
+    assert outcome["seconds"] == pytest.approx(2 * 1.5, rel=1e-3)
+    assert cli.main([*small[:4], "--layers", "1", "--profile", str(file), *words]) == 2
+    assert "--parameters and --layers must be those of the profile" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -105,6 +105,8 @@ def _add_simulate(subjects: Subparsers) -> None:
             "dataparallel bench simulate --machine pcie4 --forward-ms 100 --backward-ms 200",
             "dataparallel bench simulate --parameters 100M --forward-ms 10 --backward-ms 20",
             "dataparallel bench simulate --contestants ddp,torch-ddp --trace step.json",
+            "dataparallel bench simulate --parameters 100M --measure cuda:0 --profile gpu.json",
+            "dataparallel bench simulate --parameters 100M --profile gpu.json",
         ],
         run=late(
             lambda: importlib.import_module("dataparallel.tools.bench.simulate.simulate"),
@@ -126,6 +128,11 @@ def _add_simulate(subjects: Subparsers) -> None:
         add(f"--{phase}-ms", type=positive, default=None, metavar="MS",
             help=f"let the {phase} pass of the bare module take so long per device, with its "
             "products of matrices scaled; default: the roofline of the machine")  # fmt: skip
+    add("--profile", metavar="FILE",
+        help="take the times of kernels and host from what --measure has written")  # fmt: skip
+    add("--measure", metavar="DEVICE",
+        help="measure the bare module on a device, for example cuda:0, write --profile (default: "
+        "stdout), and simulate nothing")  # fmt: skip
     add("--contestants", type=names_in(names), default=list(names), metavar="LIST",
         help=f"whom to play; default: {','.join(names)}")  # fmt: skip
     add("--trace", metavar="FILE",

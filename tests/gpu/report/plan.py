@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 #: The names that ``--only`` takes.
 NAMES = (
     "doctor", "links", "hybrid", "faults", "training", "tests", "sanitizer", "speed", "step",
-    "kernels", "train", "streams",
+    "kernels", "train", "streams", "profile",
 )  # fmt: skip
 #: Tools of compute-sanitizer. Vain requests of libraries to the driver are no errors of a kernel.
 _TOOLS = ("memcheck --report-api-errors no", "racecheck", "synccheck", "initcheck")
@@ -67,11 +67,12 @@ def plan(devices: Sequence[str], full: bool = False) -> list[Part]:
         # A quick run shows the speed of the smallest model alone, on one and on all devices.
         rest = [_speed(devices, _SIZES[0], "--counts", f"1,{len(devices)}")]
         rest += [_subject(devices, "step", "exposed communication and memory", 60)]
+        rest.append(_profile(devices))
         return [*first, *sanitizers[:2], *rest, _kernels(devices), *_trains(devices)]
     rest = [_subject(devices, "step", "exposed communication and memory", 120)]
     rest += [_speed(devices, size) for size in _SIZES]
     rest += [*_hybrid(devices, _MORE_SHAPES), *_hybrid(devices, ((2, 1), (2, 2)), peers=False)]
-    rest += [_kernels(devices), *_trains(devices), _streams(devices)]
+    rest += [_profile(devices), _kernels(devices), *_trains(devices), _streams(devices)]
     return [*first, *sanitizers, *rest]
 
 
@@ -186,6 +187,16 @@ def _train(names: tuple[str, ...], wrapper: str = "ddp") -> Part:
     title = f"bench train on {', '.join(names)}{', captured' * (wrapper == 'captured')}"
     needs, environment = ("rich", "psutil"), _virtual_devices(names)
     return Part("train", title, command, 75, 1, needs, environment, shown="ours / ")
+
+
+def _profile(devices: Sequence[str]) -> Part:
+    """Return the measurement that a simulation starts from; its log is what ``--profile`` takes."""
+    size = "100M" if is_gpu(devices[0]) else "100K"
+    options = ["--measure", devices[0], "--parameters", size]
+    command = _python("dataparallel", "bench", "simulate", *options)
+    title = f"the bare module on {devices[0]}, for bench simulate --profile"
+    needs, environment = ("rich",), _virtual_devices(devices)
+    return Part("profile", title, command, 60, 1, needs, environment, expected='"host_forward"')
 
 
 def _kernels(devices: Sequence[str]) -> Part:

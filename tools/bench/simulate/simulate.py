@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.simulate import machine as machines
-from dataparallel.tools.bench.simulate import peers, record
+from dataparallel.tools.bench.simulate import peers, profile, record
 from dataparallel.tools.bench.simulate.outcome import StepOutcome, conclude, write_timeline
 from dataparallel.tools.bench.simulate.player import Instruction, Played, Player
+from dataparallel.tools.bench.simulate.profile import Profile
 from dataparallel.tools.bench.simulate.record import Model, StepTrace, Timing
 
 #: By name on the command line: what is shown, and how ours is recorded.
@@ -31,6 +33,10 @@ PEERS = {"torch-ddp": "torch DDP", "torch-dp": "torch.nn.DataParallel", "bare": 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command says, and return its exit status."""
+    model = Model.of_size(arguments.parameters, arguments.layers)
+    if arguments.measure:
+        profile.write(arguments.profile or "-", profile.measure(model, arguments.measure))
+        return 0
     machine = machines.load(arguments.machine)
     if max(arguments.gpus) > machine.devices:
         raise ValueError(
@@ -40,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = {"forward": arguments.forward_ms, "backward": arguments.backward_ms}
     if len([each for each in wanted.values() if each is None]) == 1:
         raise ValueError("--forward-ms and --backward-ms go together, give both or neither")
-    model = Model.of_size(arguments.parameters, arguments.layers)
+    if arguments.profile and arguments.forward_ms:
+        raise ValueError("either --profile or --forward-ms and --backward-ms tell the times")
+    measured = profile.read(arguments.profile, model) if arguments.profile else None
     names = arguments.contestants
     turns = 1 + len(arguments.gpus) * len(names)
     outcomes: dict[int, list[StepOutcome]] = {}
@@ -50,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         bare = record.record(model, 1, "bare")
         seconds = {phase: each / 1e3 for phase, each in wanted.items() if each is not None}
         timing = Timing.of(machine, bare, seconds)
+        if measured is not None:
+            timing = measured.timing(timing, bare)
         for gpus in arguments.gpus:
             for name in names:
                 tell(f"{name} on {gpus} devices", 1)
@@ -60,11 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
                     timelines[name] = played
     if arguments.trace:
         write_timeline(arguments.trace, timelines, f"simulated on {machine.name}, not measured")
-    size = sum(bare.sizes)
+    size, parts = sum(bare.sizes), list[Table | Text | str]()
+    for gpus, own in outcomes.items():
+        parts += [_table(gpus, own, machine, size), *_exposed(own)]
     return runner.publish(
         runner.Report(
-            [_table(gpus, own, machine, size) for gpus, own in outcomes.items()],
-            _notes(machine, model, size, wanted),
+            parts,
+            _notes(timing, model, size, _origin(wanted, measured)),
             {"machine": machine, "parameter_bytes": size, "outcomes": outcomes, "simulated": True},
         ),
         arguments,
@@ -118,20 +130,40 @@ def _table(
     return table
 
 
-def _notes(
-    machine: machines.SimulatedMachine, model: Model, size: int, wanted: dict[str, Any]
-) -> list[str]:
-    stated = all(wanted.values())
-    scaled = (
-        f"scaled, so that the bare module takes {wanted['forward']:g} and {wanted['backward']:g} ms"
-        if stated
-        else "by the roofline of the machine's file"
-    )
+def _exposed(outcomes: Sequence[StepOutcome]) -> list[str]:
+    """Say where each contestant of ours leaves bytes exposed: before kernels of which phase."""
+    return [
+        f"{OURS[each.name]}: exposed on {where} before "
+        + ", ".join(f"{phase} {runner.milli(seconds)} ms" for phase, seconds in parts)
+        for each in outcomes
+        if each.name in OURS
+        for where, device in (("the first device", each.devices[0]), ("the last", each.devices[-1]))
+        if (parts := sorted(device.exposed_by_phase.items()))
+    ]
+
+
+def _origin(wanted: dict[str, Any], measured: Profile | None) -> str:
+    """Say where the times of kernels and host come from."""
+    if measured is not None:
+        milli = [f"{each * 1e3:.3g}" for each in (measured.forward, measured.backward)]
+        return (
+            f"scaled to {' and '.join(milli)} ms, measured on {measured.device}; other kernels by "
+            "their bytes; the host as measured there, but for copies and events"
+        )
+    by_bytes = "other kernels by their bytes, the host by stated costs"
+    if all(wanted.values()):
+        times = f"{wanted['forward']:g} and {wanted['backward']:g} ms"
+        return f"scaled, so that the bare module takes {times}; {by_bytes}"
+    return f"by the roofline of the machine's file; {by_bytes}"
+
+
+def _notes(timing: Timing, model: Model, size: int, origin: str) -> list[str]:
+    machine = timing.machine
     return [
         f"simulated, not measured: a trace of virtual devices, played on the file {machine.name}",
         f"{model.layers} transformer layers of width {model.width}, {size / 2**20:.0f} MiB of "
         "fp32 parameters, SGD; each device has its own batch",
-        f"products of matrices: {scaled}; other kernels by their bytes, the host by stated costs",
+        f"products of matrices: {origin}",
         "busy: a kernel runs on the first device; exposed: none runs, and bytes are on their way; "
         "idle: neither",
         "sent, got: bytes between devices, in multiples of the parameters'; others: the most; "
