@@ -153,6 +153,16 @@ def test_freed_memory_counts_until_its_users_have_passed() -> None:
     assert play(*tasks).memory == [BlockLife(0, 10, 0, 0), BlockLife(0, 20, 0, 4, True)]
 
 
+def test_a_block_may_get_the_number_of_one_that_is_still_used() -> None:
+    take, use, free = (
+        Instruction(kind, "", 0, stream, bytes=20, id=2)
+        for kind, stream in (("allocate", 2), ("use", 1), ("free", 2))
+    )
+    marks = [Instruction("mark", "step"), Instruction("mark", "step")]
+    tasks = [take, use, copy(0, 1, 400), free, *marks, kernel(0.5), take, free]
+    assert play(*tasks).memory == [BlockLife(0, 20, 0, 0, True), BlockLife(0, 20, 0, 4, True)]
+
+
 def test_memory_that_stays_beyond_its_phase_is_no_staging() -> None:
     marks = [Instruction("mark", name) for name in ("step", "backward", "step", "step", "step")]
     blocks = [Instruction("allocate", "", 0, 2, bytes=2**i, id=i) for i in range(3)]

@@ -112,6 +112,15 @@ class _Queued:
 
 
 @dataclass(eq=False)
+class _Ending:
+    """The end of a block: where it was taken, the streams that have yet to pass, the time."""
+
+    taken: _Queued | None
+    users: int
+    time: float
+
+
+@dataclass(eq=False)
 class _Stream:
     items: deque[_Queued] = field(default_factory=deque)
     is_busy: bool = False
@@ -151,7 +160,7 @@ class Player:
         self._ends: dict[int, float] = {}
         self._users: dict[int, set[_Place]] = defaultdict(set)
         self._blocks: dict[int, _Queued] = {}
-        self._passing: dict[int, tuple[int, float, Instruction]] = {}
+        self._endings: dict[int, _Ending] = {}
         self._played = Played([], [], [])
 
     def play(self, tasks: Sequence[Instruction]) -> Played:
@@ -175,8 +184,9 @@ class Player:
                 latest = max(latest, ends[position][1])
                 position += 1
             self._played.marks.append(Mark(name, clock, max(latest, clock)))
-        for item in list(self._blocks.values()):
-            self._keep(item.task, math.inf, "")
+        for item in self._blocks.values():
+            stays = BlockLife(item.task.device, item.task.bytes, item.issued, math.inf)
+            self._played.memory.append(stays)
         return self._played
 
     def stream(self, place: _Place) -> _Stream:
@@ -195,28 +205,31 @@ class Player:
             self._users[task.id].add(place)
         elif task.kind == "free":
             users = self._users.pop(task.id, set())
+            # Another block may get the number before the last user has passed.
+            ending = _Ending(self._blocks.pop(task.id, None), len(users), item.issued)
+            self._endings[item.number] = ending
             # Work of the stream that owns it comes before whatever gets the memory next.
-            self._passing[item.number] = len(users), item.issued, task
             for user in users:
                 self._push(self._streams[user], item)
             if not users:
-                self._passed(item)
+                self._keep(ending, item)
         else:
             self._push(self._streams[place], item)
 
     def _passed(self, item: _Queued) -> None:
-        left, latest, task = self._passing[item.number]
-        latest = max(latest, self._now) if left else latest
-        self._passing[item.number] = left - 1, latest, task
-        if left <= 1:
-            self._keep(task, latest, item.phase)
+        """Let a stream have passed the end of a block that it uses."""
+        ending = self._endings[item.number]
+        ending.users -= 1
+        ending.time = max(ending.time, self._now)
+        if not ending.users:
+            self._keep(ending, item)
 
-    def _keep(self, task: Instruction, end: float, phase: str) -> None:
+    def _keep(self, ending: _Ending, item: _Queued) -> None:
         """Note the life of a block."""
-        taken = self._blocks.pop(task.id, None)
-        is_staging = taken is not None and taken.phase == phase and task.stream != 0
+        taken, task = ending.taken, item.task
+        is_staging = taken is not None and taken.phase == item.phase and task.stream != 0
         begin = taken.issued if taken else -math.inf
-        life = BlockLife(task.device, task.bytes, begin, end, is_staging)
+        life = BlockLife(task.device, task.bytes, begin, ending.time, is_staging)
         self._played.memory.append(life)
 
     # --- time ----------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _table(
         milli = [first.busy, first.exposed, each.worst("exposed"), first.idle]
         ports = [first.sent, first.received, each.worst("sent"), each.worst("received")]
         bytes_held = [first.memory, each.worst("memory"), max(first.staging, each.worst("staging"))]
-        has_memory = each.name in OURS or each.name == "bare"
+        has_memory = each.name not in ("torch-dp", "bare")
         table.add_row(
             OURS.get(each.name) or PEERS[each.name],
             runner.milli(each.seconds),
