@@ -122,9 +122,9 @@ def test_coalesced_results_have_their_own_version_counters() -> None:
         # One buffer per dtype, packed and on each other device; a large tensor is copied itself.
         (lambda here, _: comm.broadcast_coalesced(here, ["virtual:0", "virtual:1"] * 2), 3, 1, 2),
         (lambda here, _: comm.broadcast_coalesced(here, ["virtual:0"] * 3), 0, 0, 0),
-        # Packed, copied, and the sums. The sum of large ones may take that of the first copy.
-        (lambda here, there: comm.reduce_add_coalesced([here, there], "virtual:0"), 3, 2, 3),
-        (lambda here, there: comm.reduce_add_coalesced([there, here], "virtual:0"), 3, 1, 3),
+        # Packed on both devices, copied, and the sums.
+        (lambda here, there: comm.reduce_add_coalesced([here, there], "virtual:0"), 3, 2, 4),
+        (lambda here, there: comm.reduce_add_coalesced([there, here], "virtual:0"), 3, 2, 4),
         (lambda here, _: comm.reduce_add_coalesced([here] * 3, "virtual:0"), 0, 1, 1),
     ],
 )

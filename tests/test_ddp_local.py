@@ -118,13 +118,13 @@ def test_buckets_are_summed_in_order_by_one_thread_at_a_time() -> None:
     def forward(net: Any, x: Tensor) -> Any:
         return net.layers[1](Wait.apply(net.layers[0](x), threading.Event(), summing))
 
-    def slowly(rows: Any, home: torch.device) -> Any:
+    def slowly(*given: Any) -> Any:
         summing.set()
         seen.append("begin")
         # The replica that has waited comes to the next buckets meanwhile.
         time.sleep(0.1)
         seen.append("end")
-        return local_sum(rows, home)
+        return local_sum(*given)
 
     net, bare = Net("cpu", forward), Net("cpu", forward)
     model = dp.DistributedDataParallel(net, ["cpu", "cpu"], bucket_cap_mb=0.0001)

@@ -85,6 +85,6 @@ def test_the_bytes_of_the_gradients_move_once() -> None:
     # The two large ones, and the small ones of each bucket together.
     assert counted["copies_device_to_device"] == 2 + 2
     # A copy and a sum, which becomes the gradient itself. Small ones are packed on each device
-    # before, and their sum takes the memory of a pack.
-    assert counted["allocated_bytes"] == 2 * num_bytes + small_bytes
+    # before.
+    assert counted["allocated_bytes"] == 2 * (num_bytes + small_bytes)
     assert all(o.grad is not None and bool((o.grad == 2).all()) for o in originals)

@@ -26,7 +26,13 @@ import torch
 
 from dataparallel import devices as _devices
 from dataparallel.comm.bucket_plan import fill
-from dataparallel.comm.routes import FlatBroadcast, has_idle_links, sum_flats, type_of_sum
+from dataparallel.comm.routes import (
+    FlatBroadcast,
+    has_idle_links,
+    has_links,
+    sum_flats,
+    type_of_sum,
+)
 from dataparallel.errors import listed
 from dataparallel.kernels.memory import is_dense, lie_alike
 from dataparallel.torch_internals import flatten_dense_tensors, foreach_add, foreach_add_
@@ -112,13 +118,9 @@ def may_be_deferred(source: torch.Tensor, device: torch.device) -> bool:
 
 
 def _plan_groups(
-    rows: Sequence[Sequence[torch.Tensor]], buffer_size: int, places: Iterable[torch.device]
+    rows: Sequence[Sequence[torch.Tensor]], buffer_size: int, large: int
 ) -> list[list[int]]:
-    """Group the columns that share a buffer, by their first tensors; some gain nothing.
-
-    ``places`` are the devices between which they travel.
-    """
-    large = LARGE_BYTES_OF_LINKS if all(map(_devices.is_accelerator, places)) else LARGE_BYTES
+    """Group the columns that share a buffer, by their first tensors; those of ``large`` do not."""
     first, every = rows[0], list(itertools.chain(*rows))
     # At the speed of C, since mostly it is so.
     if {torch.strided}.issuperset(map(_layout, every)) and all(
@@ -134,6 +136,11 @@ def _plan_groups(
         alone = {i for i, column in columns if not _are_alike(column, large)}
     rest = [(i, tensor) for i, tensor in enumerate(first) if i not in alone]
     return [*[[i] for i in sorted(alone)], *[some.indices for some in fill(rest, [buffer_size])]]
+
+
+def _large_bytes(places: Iterable[torch.device]) -> int:
+    """Return the bytes from which a tensor between some devices travels alone."""
+    return LARGE_BYTES_OF_LINKS if all(map(_devices.is_accelerator, places)) else LARGE_BYTES
 
 
 def _are_alike(column: Sequence[torch.Tensor], limit: float = math.inf) -> bool:
@@ -251,7 +258,7 @@ def copies_of(
     sending = None
     if away and has_idle_links(places[0], away):
         sending = FlatBroadcast(places[0], away, sum(map(_nbytes, sources)))
-    for members in _plan_groups([sources], buffer_size, places) if away else ():
+    for members in _plan_groups([sources], buffer_size, _large_bytes(places)) if away else ():
         group = [sources[i] for i in members]
         flats = _flats([group], whole=sending is None)
         if flats and sending is not None:
@@ -411,21 +418,94 @@ def _add_packed(
     """As :func:`_add`, where terms have to be copied: small ones together."""
     sums: list[torch.Tensor | None] = [None] * len(rows[0])
     places = [row[0].device for row in rows]
-    shares = has_idle_links(target, places)
-    for members in _plan_groups(rows, buffer_size, [target, *places]):
+    goes_over_links = has_links(target, places)
+    over_links: list[tuple[list[int], list[torch.Tensor]]] = []
+    for members in _plan_groups(rows, buffer_size, _large_bytes([target, *places])):
         group = [[row[i] for i in members] for row in rows]
-        flats = _flats(group, whole=not shares)
-        # Nobody else has a packed tensor yet.
-        over = in_place or len(members) > 1
-        if not flats:
-            totals = _add(group, target, in_place)
-        elif shares:
-            totals = _unpack(sum_flats(flats, target, given=over), group[0])
-        else:
+        flats = _flats(group, whole=not goes_over_links)
+        if flats and goes_over_links:
+            over_links.append((members, flats))
+            continue
+        if flats:
+            # Nobody else has a packed tensor yet.
+            over = in_place or len(members) > 1
             totals = _unpack(_add([[flat] for flat in flats], target, over)[0], group[0])
+        else:
+            totals = _add(group, target, in_place)
         for i, total in zip(members, totals, strict=True):
             sums[i] = total
+    if over_links:
+        given = in_place or min(len(members) for members, _ in over_links) > 1
+        columns = [flats for _, flats in over_links]
+        flats = sum_flats(list(zip(*columns, strict=True)), target, given=given)
+        for (members, _), flat in zip(over_links, flats, strict=True):
+            likes = [rows[0][i] for i in members]
+            for i, total in zip(members, _unpack(flat, likes), strict=True):
+                sums[i] = total
     return sums
+
+
+class Packed:
+    """The tensors of one replica that are to be summed over several: small ones are put together.
+
+    This happens on the current stream of their device. A sum needs to wait for nothing else that is
+    queued there.
+
+    Args:
+        tensors: Dense ones of one device.
+        piece_bytes: The size of the pieces in which they are summed.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], piece_bytes: int) -> None:
+        total, large = sum(map(_nbytes, tensors)), max(piece_bytes, LARGE_BYTES_OF_LINKS)
+        self._groups = _plan_groups([tensors], total + 1, large)
+        self._shapes = [(tensor.shape, tensor.stride()) for tensor in tensors]
+        self.flats = [
+            _flats([[tensors[i] for i in group]], whole=False)[0] for group in self._groups
+        ]
+        stream = _devices.current_stream(tensors[0].device)
+        assert stream is not None
+        self.ready: torch.Event = stream.record_event()
+
+    @staticmethod
+    def of(tensors: Sequence[Any], piece_bytes: int) -> Packed | None:
+        """Pack tensors; None unless all are there, plain and dense."""
+        plain = {torch.Tensor}.issuperset(map(type, tensors))
+        if not (plain and {torch.strided}.issuperset(map(_layout, tensors))):
+            return None
+        if not all(map(torch.Tensor.is_contiguous, tensors)) and not all(map(is_dense, tensors)):
+            return None
+        return Packed(tensors, piece_bytes)
+
+    def lies_like(self, other: Packed) -> bool:
+        """True if another one has the same tensors at the same places."""
+        return (self._groups, self._shapes) == (other._groups, other._shapes)
+
+    def unpacked(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that lie in flats like its own; views of them."""
+        made: list[Any] = [None] * len(self._shapes)
+        for flat, group in zip(flats, self._groups, strict=True):
+            offset = int(flat.storage_offset())
+            for i in group:
+                shape, strides = self._shapes[i]
+                # See `_unpack`.
+                made[i] = flat.as_strided(shape, strides, offset).data
+                offset += shape.numel()
+        return made
+
+
+@torch.no_grad()
+def sums_of_packed(
+    rows: Sequence[Packed], target: torch.device, piece_bytes: int
+) -> list[torch.Tensor]:
+    """Return each column's sum over replicas whose tensors lie alike; nobody uses these any more.
+
+    The sums are in order with the current stream of ``target``.
+    """
+    ready = [row.ready for row in rows]
+    flats = [row.flats for row in rows]
+    sums = sum_flats(flats, target, given=True, ready=ready, piece_bytes=piece_bytes)
+    return rows[0].unpacked(sums)
 
 
 def _add(

@@ -14,9 +14,9 @@ less: 2 P per direction of each link in a step of training. The home is no hub, 
 send or receive everything in any case. A piece is copied N times for a sum (its hub has its own
 term) and N - 1 times for a broadcast.
 
-Hubs take turns, so that pieces of small tensors go to different devices, too. A sum does not
-depend on them: terms are added in the order of the replicas wherever they are (see Note [Order of
-a sum] in ``comm/local.py``).
+The hub of a piece is the device through which the least has gone until then, so that small tensors
+are spread, too. A sum does not depend on it: terms are added in the order of the replicas wherever
+they are (see Note [Order of a sum] in ``comm/local.py``).
 
 Note [Streams of a route]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -24,14 +24,17 @@ A route is an ordered pair of devices. It has a stream on either of them, so it 
 route, and computation on either device does not wait for it. torch lets a copy run on the source's
 current stream, behind the destination's current stream, which then waits for the copy.
 
-The memory of terms and sums belongs to the copy stream of their device, on which the hub adds. So
-a term that is freed serves the next bucket in the order of this stream. The memory that is used
-does not grow with how far the host is ahead.
+A hub receives the terms of a piece on a stream, one after another, as it has one port, and adds
+them there. It takes two such lanes in turn, since a source may be late. Hubs begin with different
+sources. The memory of terms and sums belongs to their lane, so a term that is freed serves a later
+piece in the order of the lane. The memory that is used does not grow with how far the host is
+ahead.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -44,8 +47,10 @@ from dataparallel.kernels.memory import wide
 #: A smaller piece costs more than it saves: a copy has a fixed cost on the host and on the link.
 MIN_PIECE_BYTES = 2**20
 #: A larger piece would leave links idle while it is on its first.
-MAX_PIECE_BYTES = 25 * 2**20
-#: With so many pieces of a broadcast each hub sends about as much as the others.
+MAX_PIECE_BYTES = 32 * 2**20
+#: The staging memory of a hub holds a bucket, but for its own term.
+MAX_BUCKET_BYTES = 100 * 2**20
+#: With so many pieces each hub moves about as much as the others.
 _PIECES_PER_HUB = 4
 #: Pieces begin at multiples of it, as memory of the allocators does.
 _ALIGNMENT = 256
@@ -53,8 +58,8 @@ _ALIGNMENT = 256
 #: A function that makes a stream current on its device.
 _Switch: TypeAlias = Callable[[torch.Stream], None]
 
-#: The numbers of pieces, which tell their hubs.
-_turns = itertools.count()
+#: By the devices that may be hubs of a sum: the bytes that have gone through each of them so far.
+_gone_through: defaultdict[tuple[torch.device, ...], Counter[torch.device]] = defaultdict(Counter)
 
 
 class _Route:
@@ -62,23 +67,32 @@ class _Route:
 
     def __init__(self, source: torch.device, destination: torch.device) -> None:
         self.leaving, self.entering = torch.Stream(source), torch.Stream(destination)
+        # The last events for which they wait: pieces of one tensor share them.
+        self._ready: torch.Event | None = None
+        self._free: torch.Event | None = None
 
     def copy(
         self,
         source: torch.Tensor,
         target: torch.Tensor,
         ready: torch.Event,
-        free: torch.Event,
         switch: _Switch,
+        *,
+        free: torch.Event | None = None,
+        onto: torch.Stream | None = None,
     ) -> None:
         """Copy when the source is ready and the target is free.
 
-        Reads of the target wait for ``entering``.
+        Reads of the target wait for ``onto``, or without it for ``entering``.
         """
-        self.leaving.wait_event(ready)
-        self.entering.wait_event(free)
+        if self._ready is not ready:
+            self.leaving.wait_event(ready)
+            self._ready = ready
+        if free is not None and self._free is not free:
+            self.entering.wait_event(free)
+            self._free = free
         switch(self.leaving)
-        switch(self.entering)
+        switch(onto or self.entering)
         target.copy_(source, non_blocking=True)
         source.record_stream(self.leaving)
 
@@ -94,22 +108,55 @@ def _route(source: torch.device, destination: torch.device) -> _Route:
     return _routes[key]
 
 
+def has_links(home: torch.device, others: Collection[torch.device]) -> bool:
+    """True if these are several accelerators of one type."""
+    places = {home, *others}
+    return len(places) > 1 and len({d.type for d in places}) == 1 and _devices.is_accelerator(home)
+
+
 def has_idle_links(home: torch.device, others: Collection[torch.device]) -> bool:
     """True if a star around ``home`` would leave links idle between accelerators of one type."""
-    places = {home, *others}
-    return len(places) > 2 and len({d.type for d in places}) == 1 and _devices.is_accelerator(home)
+    return has_links(home, others) and len({home, *others}) > 2
 
 
 def local_bucket_bytes(originals: Sequence[torch.Tensor], places: Collection[torch.device]) -> int:
     """Return the bytes of gradients to sum at a time over replicas on some devices.
 
-    Where a bucket is cut into pieces, larger ones need fewer copies; the last one is not to be a
-    large part of all, since nothing hides it.
+    Over links, larger buckets need fewer copies; the last one is not to be a large part of all,
+    since nothing hides it.
     """
-    if not originals or not has_idle_links(originals[0].device, places):
+    if not originals or not has_links(originals[0].device, places):
         return LOCAL_BUCKET_BYTES
     sixteenth = sum(original.nbytes for original in originals) // 16
-    return min(max(sixteenth, LOCAL_BUCKET_BYTES), 4 * MAX_PIECE_BYTES)
+    return min(max(sixteenth, LOCAL_BUCKET_BYTES), MAX_BUCKET_BYTES)
+
+
+def sum_piece_bytes(num_bytes: int, home: torch.device, places: Collection[torch.device]) -> int:
+    """Return the size of the pieces in which hubs add up ``num_bytes`` in many calls."""
+    num_others = max(len({home, *places}) - 1, 1)
+    fine = max(num_bytes // (_PIECES_PER_HUB * num_others), MIN_PIECE_BYTES)
+    return min(fine, MAX_BUCKET_BYTES // num_others)
+
+
+class _Lanes:
+    """The streams on which a hub receives and adds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = [torch.Stream(device), torch.Stream(device)]
+        self._turns = itertools.cycle(self.streams)
+
+    def take(self) -> torch.Stream:
+        """Return that of the next piece."""
+        return next(self._turns)
+
+
+_lanes: dict[torch.device, _Lanes] = {}
+
+
+def _lanes_of(hub: torch.device) -> _Lanes:
+    if hub not in _lanes:
+        _lanes.setdefault(hub, _Lanes(hub))
+    return _lanes[hub]
 
 
 def _cut(flat: torch.Tensor, count: int) -> list[slice]:
@@ -193,13 +240,13 @@ class FlatBroadcast:
                 here, there = flat[piece], on[hub][piece]
                 self._loads[hub] += here.nbytes
                 first = self._through(self._home, hub)
-                first.copy(here, there, ready, free[hub], switch)
+                first.copy(here, there, ready, switch, free=free[hub])
                 has_come = first.entering.record_event()
                 for other in self._places:
                     if other != hub:
                         self._exposed.add((hub, other))
                         way = self._through(hub, other)
-                        way.copy(there, on[other][piece], has_come, free[other], switch)
+                        way.copy(there, on[other][piece], has_come, switch, free=free[other])
 
     def _through(self, source: torch.device, destination: torch.device) -> _Route:
         self._used.add((source, destination))
@@ -216,70 +263,95 @@ class FlatBroadcast:
 # --- sum -----------------------------------------------------------------------------------------
 
 
-def sum_flats(flats: Sequence[torch.Tensor], home: torch.device, *, given: bool) -> torch.Tensor:
-    """Sum flat tensors of several devices in their order, in new memory on ``home``.
+def sum_flats(
+    rows: Sequence[Sequence[torch.Tensor]],
+    home: torch.device,
+    *,
+    given: bool,
+    ready: Sequence[torch.Event] = (),
+    piece_bytes: int | None = None,
+) -> list[torch.Tensor]:
+    """Sum flat tensors over several devices, in new memory on ``home``. See Note [Hubs].
 
-    They are in order with the current streams of their devices, and so is the sum. With ``given``
-    nobody else has them any more. See Note [Hubs].
+    A row for each replica has one tensor per sum, which the events in ``ready`` follow. Default:
+    what is queued on the current streams. The sums are in order with the current stream of
+    ``home``. With ``given`` nobody else has the tensors any more. ``piece_bytes`` is that of
+    :func:`sum_piece_bytes`; default: each device gets a piece.
     """
-    flats = [flat.resolve_conj().resolve_neg() for flat in flats]
-    places = list(dict.fromkeys(flat.device for flat in flats))
-    hubs = [place for place in places if place != home]
-    current = _current_streams((home, *places))
-    now = {device: stream.record_event() for device, stream in current.items()}
-    entering = _copy_stream(home)
+    rows = [[flat.resolve_conj().resolve_neg() for flat in row] for row in rows]
+    places = [row[0].device for row in rows]
+    distinct = dict.fromkeys(places)
+    hubs = [place for place in distinct if place != home] if has_idle_links(home, places) else []
+    loads = _gone_through[tuple(hubs)]
+    current = _current_streams((home, *distinct))
+    if not ready:
+        now = {place: current[place].record_event() for place in distinct}
+        ready = [now[place] for place in places]
     with _devices.restored_streams(current.values()) as switch:
+        entering = _copy_stream(home)
         switch(entering)
-        total = torch.empty_like(flats[0], device=home)
+        totals = [torch.empty_like(flat, device=home) for flat in rows[0]]
         free = entering.record_event()
-        count = min(len(hubs), max(1, total.nbytes // MIN_PIECE_BYTES))
-        pieces = [(hubs[next(_turns) % len(hubs)], piece) for piece in _cut(total, count)]
-        for hub, piece in pieces:
-            part = _sum_of_piece(flats, piece, hub, now, switch)
-            added = _copy_stream(hub).record_event()
-            _route(hub, home).copy(part, total[piece], added, free, switch)
-    for hub in dict.fromkeys(hub for hub, _ in pieces):
-        current[home].wait_stream(_route(hub, home).entering)
-        if not given:
-            # Somebody may write to the terms, now that they were read.
-            for place in places:
-                own = place == hub
-                reading = _copy_stream(hub) if own else _route(place, hub).leaving
-                current[place].wait_stream(reading)
-    total.record_stream(current[home])
-    return total
+        num_bytes = sum(total.nbytes for total in totals)
+        limit = max(piece_bytes or -(-num_bytes // max(len(hubs), 1)), MIN_PIECE_BYTES)
+        for total, *column in zip(totals, *rows, strict=True):
+            if not hubs:
+                _sum_of_parts(column, entering, ready, switch, total)
+                continue
+            for piece in _cut(total, -(-total.nbytes // limit) or 1):
+                hub, target = min(hubs, key=loads.__getitem__), total[piece]
+                loads[hub] += target.nbytes
+                lane = _lanes_of(hub).take()
+                part = _sum_of_parts([flat[piece] for flat in column], lane, ready, switch)
+                _route(hub, home).copy(part, target, lane.record_event(), switch, free=free)
+    for came in [_route(hub, home).entering for hub in hubs] or [entering]:
+        current[home].wait_stream(came)
+    if not given:
+        # Somebody may write to the terms, now that they were read.
+        for place, hub in itertools.product(distinct, hubs or [home]):
+            reading = [_route(place, hub).leaving]
+            if place == hub:
+                reading = _lanes_of(hub).streams if hubs else [entering]
+            for stream in reading:
+                current[place].wait_stream(stream)
+    for total in totals:
+        total.record_stream(current[home])
+    return totals
 
 
-def _sum_of_piece(
-    flats: Sequence[torch.Tensor],
-    piece: slice,
-    hub: torch.device,
-    ready: Mapping[torch.device, torch.Event],
+def _sum_of_parts(
+    parts: Sequence[torch.Tensor],
+    lane: torch.Stream,
+    ready: Sequence[torch.Event],
     switch: _Switch,
+    target: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum a piece of each flat tensor on its hub, in the order of the hub's copy stream."""
-    adding, parts = _copy_stream(hub), [flat[piece] for flat in flats]
-    away = [part for part in parts if part.device != hub]
-    switch(adding)
-    staging = iter(torch.empty((len(away), len(parts[0])), dtype=parts[0].dtype, device=hub))
-    free, terms = adding.record_event(), []
-    for part in parts:
+    """Sum tensors on the device of a lane, in its order; into ``target`` if there is one."""
+    hub, terms = lane.device, list(parts)
+    away = [i for i, part in enumerate(parts) if part.device != hub]
+    switch(lane)
+    staging = torch.empty((len(away), len(parts[0])), dtype=parts[0].dtype, device=hub)
+    # Hubs that begin at the same time receive from different devices.
+    first = next((k for k, i in enumerate(away) if parts[i].device.index > hub.index), 0)
+    for k in (*range(first, len(away)), *range(first)):
+        i = away[k]
+        _route(parts[i].device, hub).copy(parts[i], staging[k], ready[i], switch, onto=lane)
+        terms[i] = staging[k]
+    for i, part in enumerate(parts):
         if part.device == hub:
-            part.record_stream(adding)
-            terms.append(part)
-        else:
-            terms.append(next(staging))
-            _route(part.device, hub).copy(part, terms[-1], ready[part.device], free, switch)
-    adding.wait_event(ready[hub])
-    for source in {part.device for part in away}:
-        adding.wait_stream(_route(source, hub).entering)
-    switch(adding)
-    first, second, *others = terms
-    # In memory of its own, since that of the terms is to serve the next bucket meanwhile.
-    total = first.to(type_of_sum(first, len(terms))).add(second)
-    for term in others:
+            lane.wait_event(ready[i])
+            part.record_stream(lane)
+    switch(lane)
+    dtype = terms[0].dtype
+    wider = type_of_sum(terms[0], len(terms))
+    # In memory of its own, since that of the terms is to serve a later piece meanwhile.
+    out = target if wider == dtype else None
+    total = torch.add(terms[0].to(wider), terms[1], out=out)
+    for term in terms[2:]:
         total.add_(term)
-    return total.to(first.dtype)
+    if target is None or total is target:
+        return total.to(dtype)
+    return target.copy_(total)
 
 
 def type_of_sum(term: torch.Tensor, count: int) -> torch.dtype:

@@ -27,8 +27,8 @@ from torch import nn
 
 from dataparallel import kernels, torch_internals
 from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, plan_buckets
-from dataparallel.comm.local import sums_of
-from dataparallel.comm.routes import local_bucket_bytes
+from dataparallel.comm.local import Packed, sums_of, sums_of_packed
+from dataparallel.comm.routes import has_links, local_bucket_bytes, sum_piece_bytes
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import Options
@@ -39,6 +39,8 @@ _grad_of, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 MaybeTensor: TypeAlias = torch.Tensor | None
 #: One gradient for each of several parameters; None for one without.
 Gradients: TypeAlias = list[MaybeTensor]
+#: The gradients of one replica for a bucket, as they came or put together.
+Row: TypeAlias = Gradients | Packed
 
 
 class BucketStorage:
@@ -194,6 +196,11 @@ class Buckets:
         #: The number of parameters, from the first on, that are reduced over processes.
         self.num_reduced = reduced
         self.on_one_device = len({bucket.home for bucket in self.all}) == 1
+        #: True if the sums over replicas go over links between accelerators.
+        self.over_links = self.on_one_device and has_links(self.all[0].home, self.places)
+        num_bytes = sum(original.nbytes for original in originals)
+        #: The size of the pieces in which they are summed there.
+        self.piece_bytes = sum_piece_bytes(num_bytes, self.all[0].home, self.places)
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
         """Return leaves that tell of gradients: all trained ones, then the last of each bucket."""
@@ -277,9 +284,21 @@ def unshared(grads: Gradients) -> Gradients:
     return result
 
 
-def local_sum(rows: Sequence[Gradients], home: torch.device) -> Gradients:
+def packed_alike(rows: Sequence[Row]) -> list[Packed]:
+    """Return the rows of one bucket if all are put together in one way; else nothing."""
+    packed = [row for row in rows if isinstance(row, Packed)]
+    alike = len(packed) == len(rows) and all(map(packed[0].lies_like, packed[1:]))
+    return packed if alike else []
+
+
+def local_sum(rows: Sequence[Row], home: torch.device, piece_bytes: int) -> Gradients:
     """Add up what the replicas computed for the parameters of one bucket, over the first terms."""
-    first, *others = unshared(rows[0]), *rows[1:]
+    if packed := packed_alike(rows):
+        return list(sums_of_packed(packed, home, piece_bytes))
+    given: list[Gradients] = [
+        [*row.unpacked(row.flats)] if isinstance(row, Packed) else row for row in rows
+    ]
+    first, *others = unshared(given[0]), *given[1:]
     if not others:
         return first
     if any([grad is None for grad in first]):

@@ -10,7 +10,19 @@ which are the methods of :class:`Round` in this order:
         -> received: and the vote, where it is needed -> delivered: to the originals
 
 The round writes the gradients that the engine does not deliver when the whole backward has ended.
-For what ``.grad`` held before, see
+For what ``.grad`` held before, see ``accumulated.py``.
+
+Note [Sums beside the backward]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where the gradients of a bucket go over links, no device's backward waits for them:
+
+- A replica puts them together as soon as they have come, in its own thread and on its own stream.
+  Copies wait for that alone. The thread that makes the sum is that of the last replica, and the
+  other threads may have queued their whole backward by then.
+- Sums arrive, are scaled and sent on the copy stream of the home. Its backward goes on meanwhile,
+  and the stream that has the results waits for all of them at the end.
+
+A hook of the user, and an optimizer that steps in backward, find the sums on the usual stream.
 """
 
 from __future__ import annotations
@@ -28,6 +40,7 @@ import torch
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.errors import RanksParted
+from dataparallel.comm.local import Packed
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
@@ -36,8 +49,10 @@ from dataparallel.reducer.buckets import (
     Buckets,
     Gradients,
     MaybeTensor,
+    Row,
     add,
     local_sum,
+    packed_alike,
     unshared,
 )
 from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
@@ -93,11 +108,16 @@ class Round:
         self._eager: bool | None = None
 
         # Per replica, what was taken of each bucket so far, in their order; empty when summed up.
-        self._taken: list[list[Gradients]] = [[] for _ in buckets.all[0].leaves]
+        self._taken: list[list[Row]] = [[] for _ in buckets.all[0].leaves]
         self._num_summed, self._summing = 0, threading.Lock()
         # Those of the replicas' gradients, and of the cuts, the last of which is that of the end.
         self._streams: list[torch.Stream | None] = [None] * len(self._taken)
         self._cut_streams: list[tuple[torch.Stream, ...]] = []
+        # The stream on which sums over links are made: see Note [Sums beside the backward].
+        self._beside: torch.Stream | None = None
+        hook = self.transfer and self.transfer.processes.hook
+        if buckets.over_links and self.optimizers is None and hook is None:
+            self._beside = _devices.copy_stream(buckets.all[0].home)
         # By parameter, the sum over the replicas of this process, until it is received.
         self._sums: Gradients = [None] * count
         # The content of ``.grad``: all of it until the end, and the part of it that is to be sent.
@@ -180,8 +200,18 @@ class Round:
             if not grads:
                 return
             self._streams[replica] = _devices.current_stream(device)
-            taken.append(grads)
+            taken.append(self._pack(replica, self.buckets.all[len(taken)], grads))
             self._sum_complete()
+
+    def _pack(self, replica: int, bucket: Bucket, grads: Gradients) -> Row:
+        """Put gradients together, on their own device, where their sum goes over links."""
+        buckets = self.buckets
+        packed = Packed.of(grads, buckets.piece_bytes) if buckets.over_links else None
+        if packed is None:
+            return grads
+        if self.guard is not None:
+            self.guard.look_at_replica(replica, bucket, grads)
+        return packed
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
@@ -194,10 +224,21 @@ class Round:
             for bucket in self.buckets.all[len(taken) :]:
                 taken.append(bucket.take(replica))
                 self._sum_complete()
+        self._wait_for_sums()
         for bucket, rows in self.buckets.take_late():
             for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
                 if grad is not None:
                     self._add_late(index, grad)
+
+    def _wait_for_sums(self) -> None:
+        """Let this thread's stream wait for the sums that were made beside it, and use them."""
+        if self._beside is None:
+            return
+        current = _devices.current_stream(self._beside.device)
+        _devices.wait_stream(current, self._beside)
+        made = [one for one in self._sums if one is not None and one.layout == torch.strided]
+        for total in {one.untyped_storage().data_ptr(): one for one in made}.values():
+            _devices.record_stream(total, current)
 
     def _add_late(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient to its bucket, or keep it apart where that was sent."""
@@ -236,11 +277,13 @@ class Round:
             # Not after an error: then nothing is sent any more.
             self._summing.release()
 
-    def _complete(self, bucket: Bucket, rows: Sequence[Gradients]) -> None:
+    def _complete(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        beside = self._beside if packed_alike(rows) else None
         with contextlib.ExitStack() as streams:
             streams.enter_context(torch_internals.record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
-            streams.enter_context(_devices.use_streams(filter(None, self._streams)))
+            using = self._streams if beside is None else [beside]
+            streams.enter_context(_devices.use_streams(filter(None, using)))
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
             for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
@@ -252,12 +295,13 @@ class Round:
             if bucket.number < self._first_left:
                 self._send(bucket)
 
-    def _local_sum(self, bucket: Bucket, rows: Sequence[Gradients]) -> Gradients:
+    def _local_sum(self, bucket: Bucket, rows: Sequence[Row]) -> Gradients:
         if self.guard is not None:
             # Before sums are written over them.
             for replica, grads in enumerate(rows):
-                self.guard.look_at_replica(replica, bucket, grads)
-        return local_sum(rows, bucket.home)
+                if not isinstance(grads, Packed):
+                    self.guard.look_at_replica(replica, bucket, grads)
+        return local_sum(rows, bucket.home, self.buckets.piece_bytes)
 
     # --- sent ------------------------------------------------------------------------------------
 
