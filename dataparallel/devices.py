@@ -421,6 +421,14 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
         waiting.wait_stream(awaited)
 
 
+def record_event(stream: torch.Stream) -> torch.Event:
+    """Return an event that happens when all has that is queued on ``stream`` so far."""
+    # Not by the stream, which may give one of torch.cuda's: see `wait_stream`.
+    event = torch.Event(stream.device)
+    event.record(stream)
+    return event
+
+
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
     """Keep the memory of ``tensor`` until work queued so far on ``stream`` has used it.
 

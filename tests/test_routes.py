@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, DistributedDataParallel, comm, virtual
+from dataparallel import DataParallel, DistributedDataParallel, comm, devices, virtual
 from dataparallel.comm import routes
+from dataparallel.virtual import device_module
 
 DEVICES = [f"virtual:{i}" for i in range(4)]
 MIB = 2**20
@@ -205,6 +206,58 @@ def test_training_equals_that_of_the_bare_module(
             ours = train(lambda module: wrapper(module, DEVICES), width)
     finally:
         virtual.set_schedule(None)
+    for one, other in zip(ours, bare, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class OwnEvent(torch.Event):
+    """An event as ``torch.cuda.Event``: the part of it that a ``torch.Stream`` sees stays empty."""
+
+    def __new__(cls) -> OwnEvent:
+        return super().__new__(cls, "virtual")
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        self._inner = torch.Event("virtual")
+        self._inner.record(stream)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self._inner.wait(stream)
+
+
+class OwnStream(torch.Stream):
+    """A stream as ``torch.cuda.Stream``, which records events of its own class."""
+
+    def record_event(self, event: Any = None) -> Any:
+        event = OwnEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.wait_event(stream.record_event())
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("wrapper", [DataParallel, DistributedDataParallel])
+def test_routes_wait_for_streams_whose_events_are_of_another_class(
+    monkeypatch: pytest.MonkeyPatch, wrapper: Any, num_devices: int
+) -> None:
+    # A `torch.Stream` that is told to wait for an event of torch.cuda's does not, and says nothing.
+    real = device_module.current_stream
+
+    def current_stream(device: Any = None) -> torch.Stream:
+        it: Any = real(device)
+        names = ("stream_id", "device_index", "device_type")
+        own: torch.Stream = OwnStream(**{name: getattr(it, name) for name in names})
+        return own
+
+    monkeypatch.setattr(device_module, "current_stream", current_stream)
+    assert type(devices.current_stream(torch.device(DEVICES[1]))) is OwnStream
+    bare = train(lambda module: module, 300)
+    with virtual.strict_mode(), virtual.check_races():
+        ours = train(lambda module: wrapper(module, DEVICES[:num_devices]), 300)
     for one, other in zip(ours, bare, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

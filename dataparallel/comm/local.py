@@ -465,7 +465,7 @@ class Packed:
         ]
         stream = _devices.current_stream(tensors[0].device)
         assert stream is not None
-        self.ready: torch.Event = stream.record_event()
+        self.ready = _devices.record_event(stream)
 
     @staticmethod
     def of(tensors: Sequence[Any], piece_bytes: int) -> Packed | None:

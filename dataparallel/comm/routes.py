@@ -204,7 +204,7 @@ class FlatBroadcast:
 
         With ``is_packed`` nobody else has the tensor.
         """
-        free = {place: self._current[place].record_event() for place in self._places}
+        free = {place: _devices.record_event(self._current[place]) for place in self._places}
         self._send(flat, targets, free, is_packed)
 
     def copies(self, flat: torch.Tensor, *, is_packed: bool) -> list[torch.Tensor]:
@@ -215,7 +215,7 @@ class FlatBroadcast:
                 stream = _copy_stream(place)
                 switch(stream)
                 made.append(torch.empty_like(flat, device=place))
-                free[place] = stream.record_event()
+                free[place] = _devices.record_event(stream)
         self._send(flat, made, free, is_packed)
         for place, copy in zip(self._places, made, strict=True):
             copy.record_stream(self._current[place])
@@ -230,7 +230,7 @@ class FlatBroadcast:
     ) -> None:
         # A copy of a lazy conjugate would make a tensor on the way, on streams of several devices.
         flat = flat.resolve_conj().resolve_neg()
-        ready = self._current[self._home].record_event()
+        ready = _devices.record_event(self._current[self._home])
         on = dict(zip(self._places, targets, strict=True))
         with _devices.restored_streams(self._current.values()) as switch:
             for piece in _cut(flat, -(-flat.nbytes // self._piece_bytes) or 1):
@@ -241,7 +241,7 @@ class FlatBroadcast:
                 self._loads[hub] += here.nbytes
                 first = self._through(self._home, hub)
                 first.copy(here, there, ready, switch, free=free[hub])
-                has_come = first.entering.record_event()
+                has_come = _devices.record_event(first.entering)
                 for other in self._places:
                     if other != hub:
                         self._exposed.add((hub, other))
@@ -285,13 +285,13 @@ def sum_flats(
     loads = _gone_through[tuple(hubs)]
     current = _current_streams((home, *distinct))
     if not ready:
-        now = {place: current[place].record_event() for place in distinct}
+        now = {place: _devices.record_event(current[place]) for place in distinct}
         ready = [now[place] for place in places]
     with _devices.restored_streams(current.values()) as switch:
         entering = _copy_stream(home)
         switch(entering)
         totals = [torch.empty_like(flat, device=home) for flat in rows[0]]
-        free = entering.record_event()
+        free = _devices.record_event(entering)
         num_bytes = sum(total.nbytes for total in totals)
         limit = max(piece_bytes or -(-num_bytes // max(len(hubs), 1)), MIN_PIECE_BYTES)
         for total, *column in zip(totals, *rows, strict=True):
@@ -303,7 +303,7 @@ def sum_flats(
                 loads[hub] += target.nbytes
                 lane = _lanes_of(hub).take()
                 part = _sum_of_parts([flat[piece] for flat in column], lane, ready, switch)
-                _route(hub, home).copy(part, target, lane.record_event(), switch, free=free)
+                _route(hub, home).copy(part, target, _devices.record_event(lane), switch, free=free)
     for came in [_route(hub, home).entering for hub in hubs] or [entering]:
         current[home].wait_stream(came)
     if not given:
