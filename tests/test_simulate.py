@@ -74,6 +74,10 @@ def test_a_wait_is_over_when_its_event_is_reached() -> None:
     assert times(played) == [(0, 4), (4, 5), (4, 13)]
 
 
+def test_an_event_from_before_the_trace_has_happened() -> None:
+    assert times(play(event("wait", 7), kernel(1))) == [(0, 1)]
+
+
 def test_two_kernels_share_a_device() -> None:
     """Both at half speed until the shorter one has ended, at 2; 2 of 3 seconds are left then."""
     assert times(play(kernel(1), kernel(3, stream=1))) == [(0, 2), (0, 4)]

@@ -167,6 +167,11 @@ class Player:
         """Play tasks in the order in which a host launches them."""
         host = _Host(self)
         marks = []
+        recorded = {task.id for task in tasks if task.kind == "record"}
+        # An event from before the trace has happened.
+        self._reached = {
+            task.id: 0.0 for task in tasks if task.kind == "wait" and task.id not in recorded
+        }
         for number, task in enumerate(tasks):
             if task.kind == "mark":
                 host.begin(task.name)
@@ -176,7 +181,7 @@ class Player:
             else:
                 self._take(host.launch(task, number))
         self._run(lambda: False)
-        assert not any(stream.items for stream in self._streams.values()), "a wait without an event"
+        assert not any(stream.items for stream in self._streams.values()), "a circle of waits"
         ends = sorted(self._ends.items())
         latest, position = 0.0, 0
         for name, clock, number in marks:
@@ -401,6 +406,8 @@ class _Host:
         self._player = player
         self._threads: dict[int, float] = {}
         self._lock = 0.0
+        # When all threads began together.
+        self._began = 0.0
         self._phase = ""
 
     @property
@@ -419,8 +426,6 @@ class _Host:
         self._lock = max(self.clock, time)
         self._threads.clear()
         self._began = self._lock
-
-    _began = 0.0
 
     def launch(self, task: Instruction, number: int) -> _Queued:
         """Spend the time that it takes to launch something."""
