@@ -435,9 +435,8 @@ def _add_packed(
         for i, total in zip(members, totals, strict=True):
             sums[i] = total
     if over_links:
-        given = in_place or min(len(members) for members, _ in over_links) > 1
         columns = [flats for _, flats in over_links]
-        flats = sum_flats(list(zip(*columns, strict=True)), target, given=given)
+        flats = sum_flats(list(zip(*columns, strict=True)), target)
         for (members, _), flat in zip(over_links, flats, strict=True):
             likes = [rows[0][i] for i in members]
             for i, total in zip(members, _unpack(flat, likes), strict=True):
@@ -465,7 +464,8 @@ class Packed:
         ]
         stream = _devices.current_stream(tensors[0].device)
         assert stream is not None
-        self.ready = _devices.record_event(stream)
+        #: The stream on which they were packed, and when that has come so far.
+        self.stream, self.ready = stream, _devices.record_event(stream)
 
     @staticmethod
     def of(tensors: Sequence[Any], piece_bytes: int) -> Packed | None:
@@ -498,13 +498,15 @@ class Packed:
 def sums_of_packed(
     rows: Sequence[Packed], target: torch.device, piece_bytes: int
 ) -> list[torch.Tensor]:
-    """Return each column's sum over replicas whose tensors lie alike; nobody uses these any more.
+    """Return each column's sum over replicas whose tensors lie alike, written over the first terms.
 
-    The sums are in order with the current stream of ``target``.
+    The sums are in order with the current stream of ``target``. The rows are to be kept until their
+    streams wait for the sums: see Note [Memory of sums] in ``comm/routes.py``.
     """
     ready = [row.ready for row in rows]
     flats = [row.flats for row in rows]
-    sums = sum_flats(flats, target, given=True, ready=ready, piece_bytes=piece_bytes)
+    into = flats[0] if flats[0][0].device == target else ()
+    sums = sum_flats(flats, target, ready=ready, into=into, piece_bytes=piece_bytes)
     return rows[0].unpacked(sums)
 
 

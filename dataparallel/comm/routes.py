@@ -26,15 +26,21 @@ current stream, behind the destination's current stream, which then waits for th
 
 A hub receives the terms of a piece on a stream, one after another, as it has one port, and adds
 them there. It takes two such lanes in turn, since a source may be late. Hubs begin with different
-sources. The memory of terms and sums belongs to their lane, so a term that is freed serves a later
-piece in the order of the lane. The memory that is used does not grow with how far the host is
-ahead.
+sources.
+
+Note [Memory of sums]
+~~~~~~~~~~~~~~~~~~~~~
+Memory that is recorded on another stream is free again when the device has come so far. A host that
+is a step ahead would need the memory of two steps. So nothing is recorded here. The caller keeps
+the terms until their streams wait for the sums (:func:`settle`). A lane has the memory of its
+staging and its sums. It writes a later piece there when the earlier one has been sent home.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -83,7 +89,8 @@ class _Route:
     ) -> None:
         """Copy when the source is ready and the target is free.
 
-        Reads of the target wait for ``onto``, or without it for ``entering``.
+        Reads of the target wait for ``onto``, or without it for ``entering``. The source stays
+        until ``leaving`` has passed.
         """
         if self._ready is not ready:
             self.leaving.wait_event(ready)
@@ -94,7 +101,6 @@ class _Route:
         switch(self.leaving)
         switch(onto or self.entering)
         target.copy_(source, non_blocking=True)
-        source.record_stream(self.leaving)
 
 
 _routes: dict[tuple[torch.device, torch.device], _Route] = {}
@@ -138,14 +144,37 @@ def sum_piece_bytes(num_bytes: int, home: torch.device, places: Collection[torch
     return min(fine, MAX_BUCKET_BYTES // num_others)
 
 
-class _Lanes:
-    """The streams on which a hub receives and adds."""
+class _Lane:
+    """A stream on which a hub receives terms and adds them. See Note [Memory of sums]."""
 
     def __init__(self, device: torch.device) -> None:
-        self.streams = [torch.Stream(device), torch.Stream(device)]
-        self._turns = itertools.cycle(self.streams)
+        self.stream = torch.Stream(device)
+        # Sums on their way home, and when they have left.
+        self._sent: deque[tuple[torch.Tensor, torch.Event]] = deque()
 
-    def take(self) -> torch.Stream:
+    def keep(self, part: torch.Tensor, left: torch.Event) -> None:
+        """Keep a sum until it has left; what comes may be written over the one before it."""
+        self._sent.append((part, left))
+        self.release(1)
+
+    def release(self, number: int = 0) -> None:
+        """Let the lane wait for all sums but the last ones, and give their memory back."""
+        # Several threads may be here.
+        with contextlib.suppress(IndexError):
+            while len(self._sent) > number:
+                part, left = self._sent.popleft()
+                self.stream.wait_event(left)
+                del part
+
+
+class _Lanes:
+    """The lanes of a hub, which takes them in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.all = [_Lane(device), _Lane(device)]
+        self._turns = itertools.cycle(self.all)
+
+    def take(self) -> _Lane:
         """Return that of the next piece."""
         return next(self._turns)
 
@@ -241,12 +270,14 @@ class FlatBroadcast:
                 self._loads[hub] += here.nbytes
                 first = self._through(self._home, hub)
                 first.copy(here, there, ready, switch, free=free[hub])
+                here.record_stream(first.leaving)
                 has_come = _devices.record_event(first.entering)
                 for other in self._places:
                     if other != hub:
                         self._exposed.add((hub, other))
                         way = self._through(hub, other)
                         way.copy(there, on[other][piece], has_come, switch, free=free[other])
+                        there.record_stream(way.leaving)
 
     def _through(self, source: torch.device, destination: torch.device) -> _Route:
         self._used.add((source, destination))
@@ -263,60 +294,86 @@ class FlatBroadcast:
 # --- sum -----------------------------------------------------------------------------------------
 
 
+def _hubs(home: torch.device, places: Iterable[torch.device]) -> list[torch.device]:
+    others = [place for place in dict.fromkeys(places) if place != home]
+    return others if has_idle_links(home, others) else [home]
+
+
 def sum_flats(
     rows: Sequence[Sequence[torch.Tensor]],
     home: torch.device,
     *,
-    given: bool,
     ready: Sequence[torch.Event] = (),
+    into: Sequence[torch.Tensor] = (),
     piece_bytes: int | None = None,
 ) -> list[torch.Tensor]:
-    """Sum flat tensors over several devices, in new memory on ``home``. See Note [Hubs].
+    """Sum flat tensors over several devices in replica order, on ``home``. See Note [Hubs].
 
-    A row for each replica has one tensor per sum, which the events in ``ready`` follow. Default:
-    what is queued on the current streams. The sums are in order with the current stream of
-    ``home``. With ``given`` nobody else has the tensors any more. ``piece_bytes`` is that of
-    :func:`sum_piece_bytes`; default: each device gets a piece.
+    A row for each replica has one tensor per sum, which the events in ``ready`` follow, and the
+    caller keeps it until :func:`settle`. Default: they follow what is queued on the current
+    streams, which wait until all was read. ``into`` are terms of ``home`` over which the sums are
+    written. Default: new memory. ``piece_bytes`` is that of :func:`sum_piece_bytes`; default: each
+    hub gets a piece. The sums are in order with the current stream of ``home``.
     """
     rows = [[flat.resolve_conj().resolve_neg() for flat in row] for row in rows]
     places = [row[0].device for row in rows]
-    distinct = dict.fromkeys(places)
-    hubs = [place for place in distinct if place != home] if has_idle_links(home, places) else []
+    hubs, waits = _hubs(home, places), not ready
     loads = _gone_through[tuple(hubs)]
-    current = _current_streams((home, *distinct))
-    if not ready:
-        now = {place: _devices.record_event(current[place]) for place in distinct}
-        ready = [now[place] for place in places]
+    current = _current_streams((home, *places))
+    totals = list(into) or [torch.empty_like(flat, device=home) for flat in rows[0]]
+    now = {place: _devices.record_event(current[place]) for place in current if waits or not into}
+    ready, free = ready or [now[place] for place in places], now.get(home)
+    num_bytes = sum(total.nbytes for total in totals)
+    limit = max(piece_bytes or -(-num_bytes // len(hubs)), MIN_PIECE_BYTES)
+    if hubs == [home]:
+        limit = max(limit, num_bytes)
     with _devices.restored_streams(current.values()) as switch:
-        entering = _copy_stream(home)
-        switch(entering)
-        totals = [torch.empty_like(flat, device=home) for flat in rows[0]]
-        free = _devices.record_event(entering)
-        num_bytes = sum(total.nbytes for total in totals)
-        limit = max(piece_bytes or -(-num_bytes // max(len(hubs), 1)), MIN_PIECE_BYTES)
         for total, *column in zip(totals, *rows, strict=True):
-            if not hubs:
-                _sum_of_parts(column, entering, ready, switch, total)
-                continue
             for piece in _cut(total, -(-total.nbytes // limit) or 1):
                 hub, target = min(hubs, key=loads.__getitem__), total[piece]
                 loads[hub] += target.nbytes
-                lane = _lanes_of(hub).take()
-                part = _sum_of_parts([flat[piece] for flat in column], lane, ready, switch)
-                _route(hub, home).copy(part, target, _devices.record_event(lane), switch, free=free)
-    for came in [_route(hub, home).entering for hub in hubs] or [entering]:
-        current[home].wait_stream(came)
-    if not given:
-        # Somebody may write to the terms, now that they were read.
-        for place, hub in itertools.product(distinct, hubs or [home]):
-            reading = [_route(place, hub).leaving]
-            if place == hub:
-                reading = _lanes_of(hub).streams if hubs else [entering]
-            for stream in reading:
-                current[place].wait_stream(stream)
-    for total in totals:
-        total.record_stream(current[home])
+                lane, parts = _lanes_of(hub).take(), [flat[piece] for flat in column]
+                if hub == home:
+                    if free is not None:
+                        lane.stream.wait_event(free)
+                    _sum_of_parts(parts, lane.stream, ready, switch, target)
+                    continue
+                part, way = _sum_of_parts(parts, lane.stream, ready, switch), _route(hub, home)
+                way.copy(part, target, _devices.record_event(lane.stream), switch, free=free)
+                lane.keep(part, _devices.record_event(way.leaving))
+    if waits:
+        settle(current.values(), home, places)
+    else:
+        _wait_for_arrival(current[home], hubs)
     return totals
+
+
+def settle(
+    streams: Iterable[torch.Stream], home: torch.device, places: Collection[torch.device]
+) -> None:
+    """Let streams of some devices wait until sums have read and written what is there."""
+    hubs = _hubs(home, places)
+    for stream in streams:
+        place = stream.device
+        for hub in hubs:
+            if hub != place:
+                stream.wait_stream(_route(place, hub).leaving)
+        if place in hubs:
+            for lane in _lanes_of(place).all:
+                lane.release()
+                stream.wait_stream(lane.stream)
+        if place == home:
+            _wait_for_arrival(stream, hubs)
+
+
+def _wait_for_arrival(stream: torch.Stream, hubs: Collection[torch.device]) -> None:
+    """Let a stream of the home wait for sums."""
+    for hub in hubs:
+        if hub != stream.device:
+            stream.wait_stream(_route(hub, stream.device).entering)
+            continue
+        for lane in _lanes_of(hub).all:
+            stream.wait_stream(lane.stream)
 
 
 def _sum_of_parts(
@@ -340,7 +397,6 @@ def _sum_of_parts(
     for i, part in enumerate(parts):
         if part.device == hub:
             lane.wait_event(ready[i])
-            part.record_stream(lane)
     switch(lane)
     dtype = terms[0].dtype
     wider = type_of_sum(terms[0], len(terms))

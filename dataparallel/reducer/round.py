@@ -41,6 +41,7 @@ from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.errors import RanksParted
 from dataparallel.comm.local import Packed
+from dataparallel.comm.routes import settle
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
@@ -118,6 +119,8 @@ class Round:
         hook = self.transfer and self.transfer.processes.hook
         if buckets.over_links and self.optimizers is None and hook is None:
             self._beside = _devices.copy_stream(buckets.all[0].home)
+        # Rows that these sums read and write, until the streams of the rows wait for them.
+        self._held: list[Packed] = []
         # By parameter, the sum over the replicas of this process, until it is received.
         self._sums: Gradients = [None] * count
         # The content of ``.grad``: all of it until the end, and the part of it that is to be sent.
@@ -205,8 +208,11 @@ class Round:
 
     def _pack(self, replica: int, bucket: Bucket, grads: Gradients) -> Row:
         """Put gradients together, on their own device, where their sum goes over links."""
-        buckets = self.buckets
-        packed = Packed.of(grads, buckets.piece_bytes) if buckets.over_links else None
+        if self._beside is None:
+            return grads
+        # Sums are written over those of the first.
+        own = grads if replica else unshared(grads)
+        packed = Packed.of(own, self.buckets.piece_bytes)
         if packed is None:
             return grads
         if self.guard is not None:
@@ -231,11 +237,15 @@ class Round:
                     self._add_late(index, grad)
 
     def _wait_for_sums(self) -> None:
-        """Let this thread's stream wait for the sums that were made beside it, and use them."""
-        if self._beside is None:
+        """Let this thread's streams wait for the sums that were made beside it, and use them."""
+        if self._beside is None or not self._held:
             return
         current = _devices.current_stream(self._beside.device)
         _devices.wait_stream(current, self._beside)
+        streams = {packed.stream for packed in self._held}
+        streams.update(_devices.current_streams(self.buckets.places))
+        settle(streams, self._beside.device, self.buckets.places)
+        self._held.clear()
         made = [one for one in self._sums if one is not None and one.layout == torch.strided]
         for total in {one.untyped_storage().data_ptr(): one for one in made}.values():
             _devices.record_stream(total, current)
@@ -278,7 +288,9 @@ class Round:
             self._summing.release()
 
     def _complete(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        beside = self._beside if packed_alike(rows) else None
+        alike = packed_alike(rows)
+        beside = self._beside if alike else None
+        self._held += alike
         with contextlib.ExitStack() as streams:
             streams.enter_context(torch_internals.record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
@@ -491,6 +503,7 @@ class Round:
 
     def drop(self) -> None:
         """Forget all gradients of the round; ``.grad`` is as it was before."""
+        self._wait_for_sums()
         for taken in self._taken:
             taken.clear()
         self.buckets.take_late()
