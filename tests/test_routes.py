@@ -74,7 +74,7 @@ def test_no_backward_waits_for_a_sum_and_no_sum_for_a_whole_backward(num_devices
     loss = model(x).sum()
     with virtual.record_trace() as trace:
         loss.backward()
-    # What is recorded on another stream is not free before the device has come so far.
+    # Memory that is recorded on another stream is not free before the device has come so far.
     assert not [each for each in trace if each.kind == "use" and each.stream]
     for device in range(num_devices):
         computing = [each for each in trace if (each.device, each.stream) == (device, 0)]
