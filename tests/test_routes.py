@@ -297,3 +297,34 @@ def test_sums_are_not_written_over_a_gradient_that_is_another_one_s(num_devices:
                 (forward(x) * x).sum().backward()
         for ours, expected in zip(module.parameters(), bare.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, expected.grad)
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, lambda x: torch._neg_view(x)])
+def test_lazy_gradients_are_summed(lazy: Callable[[Tensor], Tensor]) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2 * MIB, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.view_as_real(self.weight * x).sum(dim=1)
+
+    def make_lazy(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        leaf.grad = lazy(lazy(leaf.grad).resolve_conj().resolve_neg())
+        seen.append(leaf.grad.is_conj() or leaf.grad.is_neg())
+
+    seen: list[bool] = []
+    module, bare = Lazy().to(DEVICES[0]), Lazy().to(DEVICES[0])
+    model = DistributedDataParallel(module, DEVICES[:3])
+    for leaves in model._training.leaves.rows:
+        # Before the wrapper's own hook, which takes the gradient.
+        leaves[0].register_post_accumulate_grad_hook(make_lazy)
+    x = torch.randn(3, 1, dtype=torch.complex64, device=DEVICES[0])
+    for _ in range(3):
+        for net, forward in ((module, model), (bare, bare)):
+            net.zero_grad()
+            with virtual.strict_mode(), virtual.check_races():
+                forward(x).square().sum().backward()
+        torch.testing.assert_close(module.weight.grad, bare.weight.grad)
+    assert all(seen)

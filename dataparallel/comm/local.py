@@ -475,6 +475,9 @@ class Packed:
             return None
         if not all(map(torch.Tensor.is_contiguous, tensors)) and not all(map(is_dense, tensors)):
             return None
+        # They would be resolved into memory that nobody keeps.
+        if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+            return None
         return Packed(tensors, piece_bytes)
 
     def lies_like(self, other: Packed) -> bool:
