@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from dataparallel import current_replica
+from dataparallel import current_replica, virtual
 from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.nonfinite import NonFiniteGradients
 from dataparallel.virtual import counters
@@ -513,3 +513,29 @@ PROCESSES: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("case", PROCESSES, ids=lambda case: f"{case[0].__name__}{case[1:]}")
 def test_over_processes(cluster: Cluster, case: tuple[Any, ...]) -> None:
     cluster.run(case[0], 2, *case[1:])
+
+
+def _train_on_devices(rank: int, world: int, num_devices: int) -> list[Tensor]:
+    module = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(5)]).to("virtual:0")
+    places = [f"virtual:{i}" for i in range(num_devices)]
+    generator = torch.Generator().manual_seed(rank)
+    with virtual.strict_mode(), virtual.check_races():
+        # One gradient per bucket: then the sum is written over it, not over a copy.
+        model = DistributedDataParallel(module, places, bucket_cap_mb=1e-4, nonfinite="skip")
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(4):
+            x = torch.randn(6, 8, generator=generator).to("virtual:0")
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        result = [parameter.detach().cpu() for parameter in module.parameters()]
+    model.close()
+    return result
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_replicas_are_looked_at_before_sums_are_written_over_them(
+    cluster: Cluster, num_devices: int
+) -> None:
+    first, second = cluster.run(_train_on_devices, 2, num_devices, virtual=True)
+    assert all(map(torch.equal, first, second))

@@ -199,25 +199,27 @@ class Round:
             return
         taken = self._taken[replica]
         while len(taken) < self._first_left:
-            grads = self.buckets.all[len(taken)].take(replica, whole=True)
+            bucket = self.buckets.all[len(taken)]
+            grads = bucket.take(replica, whole=True)
             if not grads:
                 return
             self._streams[replica] = _devices.current_stream(device)
-            taken.append(self._pack(replica, self.buckets.all[len(taken)], grads))
+            self._look(replica, bucket, grads)
+            taken.append(self._pack(replica, grads))
             self._sum_complete()
 
-    def _pack(self, replica: int, bucket: Bucket, grads: Gradients) -> Row:
+    def _look(self, replica: int, bucket: Bucket, grads: Gradients) -> None:
+        """Let the guard look at gradients before sums are written over them."""
+        if self.guard is not None:
+            self.guard.look_at_replica(replica, bucket, grads)
+
+    def _pack(self, replica: int, grads: Gradients) -> Row:
         """Put gradients together, on their own device, where their sum goes over links."""
         if self._beside is None:
             return grads
         # Sums are written over those of the first.
         own = grads if replica else unshared(grads)
-        packed = Packed.of(own, self.buckets.piece_bytes)
-        if packed is None:
-            return grads
-        if self.guard is not None:
-            self.guard.look_at_replica(replica, bucket, grads)
-        return packed
+        return Packed.of(own, self.buckets.piece_bytes) or grads
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
@@ -228,11 +230,16 @@ class Round:
         self._streams = [None] * len(self._taken)
         for replica, taken in enumerate(self._taken):
             for bucket in self.buckets.all[len(taken) :]:
-                taken.append(bucket.take(replica))
+                grads = bucket.take(replica)
+                self._look(replica, bucket, grads)
+                taken.append(grads)
                 self._sum_complete()
         self._wait_for_sums()
         for bucket, rows in self.buckets.take_late():
-            for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
+            for replica, grads in enumerate(rows):
+                self._look(replica, bucket, grads)
+            sums = local_sum(rows, bucket.home, self.buckets.piece_bytes)
+            for index, grad in zip(bucket.indices, sums, strict=True):
                 if grad is not None:
                     self._add_late(index, grad)
 
@@ -298,7 +305,8 @@ class Round:
             streams.enter_context(_devices.use_streams(filter(None, using)))
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
-            for index, grad in zip(bucket.indices, self._local_sum(bucket, rows), strict=True):
+            sums = local_sum(rows, bucket.home, self.buckets.piece_bytes)
+            for index, grad in zip(bucket.indices, sums, strict=True):
                 if grad is not None:
                     self.used[index] = CAME
                 if index in self._unreduced and index not in self._through:
@@ -306,14 +314,6 @@ class Round:
                 self._sums[index] = grad
             if bucket.number < self._first_left:
                 self._send(bucket)
-
-    def _local_sum(self, bucket: Bucket, rows: Sequence[Row]) -> Gradients:
-        if self.guard is not None:
-            # Before sums are written over them.
-            for replica, grads in enumerate(rows):
-                if not isinstance(grads, Packed):
-                    self.guard.look_at_replica(replica, bucket, grads)
-        return local_sum(rows, bucket.home, self.buckets.piece_bytes)
 
     # --- sent ------------------------------------------------------------------------------------
 
