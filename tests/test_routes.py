@@ -328,3 +328,35 @@ def test_lazy_gradients_are_summed(lazy: Callable[[Tensor], Tensor]) -> None:
                 forward(x).square().sum().backward()
         torch.testing.assert_close(module.weight.grad, bare.weight.grad)
     assert all(seen)
+
+
+@pytest.mark.parametrize("places", [DEVICES[1:], [DEVICES[1]] * 2], ids=["hubs", "no hubs"])
+def test_sums_wait_for_what_is_still_done_with_their_memory(places: Sequence[str]) -> None:
+    terms = [torch.randn(MIB, device=place) for place in places]
+    expected = sum(term.cpu() for term in terms)
+    with virtual.strict_mode(), virtual.check_races():
+        # Work that is queued may still use the memory. No term is here, whose event would be later.
+        torch.ones(5, device=DEVICES[0]).add_(1)
+        total = comm.reduce_add(terms, DEVICES[0])
+        torch.testing.assert_close(total.cpu(), expected)
+
+
+def test_parameters_are_written_when_a_forward_without_outputs_has_read_them() -> None:
+    class Kept(nn.Module):
+        """Has outputs that no other device waits for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(MIB))
+
+        def forward(self, x: Tensor) -> None:
+            kept.append(self.weight * x)
+
+    kept: list[Tensor] = []
+    module = Kept().to(DEVICES[0])
+    model = DistributedDataParallel(module, DEVICES[:3])
+    with virtual.strict_mode(), virtual.check_races(), torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(3, 1))
+            module.weight.add_(1)
+        assert sorted(x.mean().item() for x in kept) == [1.0] * 3 + [2.0] * 3 + [3.0] * 3

@@ -275,9 +275,9 @@ class FlatBroadcast:
                 for other in self._places:
                     if other != hub:
                         self._exposed.add((hub, other))
+                        # It stays until the end, for which its device waits.
                         way = self._through(hub, other)
                         way.copy(there, on[other][piece], has_come, switch, free=free[other])
-                        there.record_stream(way.leaving)
 
     def _through(self, source: torch.device, destination: torch.device) -> _Route:
         self._used.add((source, destination))
@@ -397,7 +397,6 @@ def _sum_of_parts(
     for i, part in enumerate(parts):
         if part.device == hub:
             lane.wait_event(ready[i])
-    switch(lane)
     dtype = terms[0].dtype
     wider = type_of_sum(terms[0], len(terms))
     # In memory of its own, since that of the terms is to serve a later piece meanwhile.
