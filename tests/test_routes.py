@@ -63,10 +63,10 @@ def test_each_port_carries_as_much_as_the_others(wrapper: Any, num_devices: int)
     assert virtual.counters()["copies_device_to_device"] < 40 * num_devices
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_no_backward_waits_for_a_sum_and_no_sum_for_a_whole_backward(num_devices: int) -> None:
+def trace_backward(wrapper: Any, num_devices: int) -> virtual.Trace:
+    """Trace the backward of twelve layers in several buckets."""
     module = nn.Sequential(*[nn.Linear(700, 700) for _ in range(12)]).to(DEVICES[0])
-    model = DistributedDataParallel(module, DEVICES[:num_devices])
+    model = wrapper(module, DEVICES[:num_devices])
     x = torch.randn(num_devices, 700, device=DEVICES[0])
     # In the first ten steps times are measured, too.
     for _ in range(12):
@@ -76,6 +76,12 @@ def test_no_backward_waits_for_a_sum_and_no_sum_for_a_whole_backward(num_devices
         loss.backward()
     # Memory that is recorded on another stream is not free before the device has come so far.
     assert not [each for each in trace if each.kind == "use" and each.stream]
+    return trace
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_no_backward_waits_for_a_sum_and_no_sum_for_a_whole_backward(num_devices: int) -> None:
+    trace = trace_backward(DistributedDataParallel, num_devices)
     for device in range(num_devices):
         computing = [each for each in trace if (each.device, each.stream) == (device, 0)]
         names = [each.name or each.kind for each in computing]
@@ -88,6 +94,18 @@ def test_no_backward_waits_for_a_sum_and_no_sum_for_a_whole_backward(num_devices
         marks = [each for each in between if each.kind == "record"]
         assert len(marks) >= 3
         assert {each.thread for each in marks} == {computing[products[0]].thread}
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_replicas_with_gradient_edges_wait_for_sums_at_the_end(num_devices: int) -> None:
+    trace = trace_backward(DataParallel, num_devices)
+    for device in range(1, num_devices):
+        computing = [each for each in trace if (each.device, each.stream) == (device, 0)]
+        names = [each.name or each.kind for each in computing]
+        names = names[names.index("aten::mm") :]
+        assert names.count("aten::mm") == 2 * 12 - 1 and names.count("aten::cat") >= 3
+        # The pack for the last sum comes before the first wait.
+        assert "aten::cat" not in names[names.index("wait") :]
 
 
 def test_a_broadcast_is_relayed() -> None:

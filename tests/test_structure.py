@@ -76,7 +76,7 @@ MOST_LINES = {
     "collectives": 3450,
     "replicas": 1530,
     "batch": 1750,
-    "graph": 1250,
+    "graph": 1330,
     "threads": 1950,
     "comm": 2710,
     "readings": 2000,

@@ -499,16 +499,17 @@ class Packed:
 
 @torch.no_grad()
 def sums_of_packed(
-    rows: Sequence[Packed], target: torch.device, piece_bytes: int
+    rows: Sequence[Packed], target: torch.device, piece_bytes: int, *, in_place: bool
 ) -> list[torch.Tensor]:
-    """Return each column's sum over replicas whose tensors lie alike, written over the first terms.
+    """Return each column's sum over replicas whose tensors lie alike.
 
-    The sums are in order with the current stream of ``target``. The rows are to be kept until their
-    streams wait for the sums: see Note [Memory of sums] in ``comm/routes.py``.
+    The sums are in order with the current stream of ``target``; ``in_place`` writes them over first
+    terms that are there. The rows are to be kept until their streams wait for the sums: see Note
+    [Memory of sums] in ``comm/routes.py``.
     """
     ready = [row.ready for row in rows]
     flats = [row.flats for row in rows]
-    into = flats[0] if flats[0][0].device == target else ()
+    into = flats[0] if in_place and flats[0][0].device == target else ()
     sums = sum_flats(flats, target, ready=ready, into=into, piece_bytes=piece_bytes)
     return rows[0].unpacked(sums)
 

@@ -7,8 +7,8 @@ Note [Gradient edges]
 ~~~~~~~~~~~~~~~~~~~~~
 A replica computes with tensors that hold the originals' values and whose ``grad_fn`` leads back to
 the originals. There is one node per bucket of parameters, with one output per replica and
-parameter. It can run as soon as the last gradient of the bucket has arrived, while backward goes on
-in the threads of the other devices: that is the overlap.
+parameter. It can run as soon as the last gradient of the bucket has arrived. The engine prefers
+nodes that were made later, so in a chain of layers the sums come at the end.
 
 The sum of a bucket, in replica order, depends on nothing but its inputs, so thread timing does not
 change the result, not even in the last bit. Replica 0 has edges of its own too. If it computed with
@@ -28,7 +28,8 @@ Only what a module has computed on a stream that is not its caller's is ready on
 stream alone, and is memory of another one. So the other devices' streams wait for that, and the few
 gradients are recorded. :class:`ReplicaEdges` leaves both out: no copy of a gradient would begin
 before its home had computed all of its own. So on each other device a node of that device alone
-stands before it (:class:`Identity`), for which the engine does the same.
+stands before it (:class:`OwnEdges`), for which the engine does the same. It puts the gradients of
+its replica together, so that copies wait for these, and not for what the device computes next.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -46,15 +47,22 @@ from torch.autograd import Function, forward_ad
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, fill
-from dataparallel.comm.local import concatenate, copies_of, split, sums_of
-from dataparallel.comm.routes import local_bucket_bytes
+from dataparallel.comm.local import (
+    Packed,
+    concatenate,
+    copies_of,
+    split,
+    sums_of,
+    sums_of_packed,
+)
+from dataparallel.comm.routes import has_links, local_bucket_bytes, settle, sum_piece_bytes
 from dataparallel.graph.originals import OriginalHooks
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used. When
 # the backward is itself differentiated, the input that this gradient then is may be `None`, too.
 _MaybeTensor = torch.Tensor | None
 
-_device = attrgetter("device")
+_device, _nbytes = attrgetter("device"), attrgetter("nbytes")
 
 
 def apply_function(function: type[Function], *args: Any) -> Any:
@@ -347,18 +355,84 @@ def connect(
     streams = NodeStreams(places, map(_device, originals[:1]), waits=False)
     # The first bucket, which is small, is the one that backward ends with.
     limits = FIRST_BUCKET_BYTES, local_bucket_bytes(originals, places)
+    num_bytes = sum(map(_nbytes, originals))
     for bucket, _ in fill(enumerate(originals), limits):
         members = [originals[index] for index in bucket]
         flat = [replica[index] for replica in copies for index in bucket]
-        hooks = OriginalHooks(members)
-        outputs = iter(apply_function(ReplicaEdges, flat, hooks, streams, *members))
-        for replica in aliases:
+        sums = BucketSums(members, places, num_bytes)
+        outputs = iter(apply_function(ReplicaEdges, flat, sums, streams, *members))
+        for number, replica in enumerate(aliases):
             made: Sequence[torch.Tensor] = [*itertools.islice(outputs, len(bucket))]
             if made[0].device != members[0].device:
-                made = behind_own_node(*made)
+                made = apply_function(OwnEdges, sums, number, *made)
             for index, alias in zip(bucket, made, strict=True):
                 replica[index] = alias
     return aliases
+
+
+class BucketSums:
+    """The sums of a bucket in one forward, and what replicas have put together for them."""
+
+    def __init__(
+        self, originals: Sequence[torch.Tensor], places: Collection[torch.device], num_bytes: int
+    ) -> None:
+        self._home, self._places = originals[0].device, places
+        self._over_links = has_links(self._home, places)
+        self._piece_bytes = sum_piece_bytes(num_bytes, self._home, places)
+        self.hooks = OriginalHooks(originals)
+        # By backward and replica.
+        self._packed: dict[tuple[int, int], Packed] = {}
+
+    def pack(self, replica: int, grads: Sequence[_MaybeTensor]) -> bool:
+        """Put gradients of a replica together in its own thread, where they go over links."""
+        if not self._over_links or torch.is_grad_enabled():
+            return False
+        packed = Packed.of(grads, self._piece_bytes)
+        if packed is not None:
+            self._packed[torch_internals.current_graph_task_id(), replica] = packed
+        return packed is not None
+
+    def of(self, rows: Sequence[Sequence[_MaybeTensor]]) -> Sequence[_MaybeTensor]:
+        """Return the sums of all rows, those that were put together included."""
+        task = torch_internals.current_graph_task_id()
+        packed = [self._packed.pop((task, replica), None) for replica in range(len(rows))]
+        if any(packed):
+            pairs = list(zip(packed, rows, strict=True))
+            whole = [one or Packed.of(row, self._piece_bytes) for one, row in pairs]
+            found = [one for one in whole if one is not None]
+            if len(found) == len(rows) and all(map(found[0].lies_like, found)):
+                # Nobody writes to the gradients before the streams wait for the sum.
+                end = functools.partial(_settle, found, self._home, self._places)
+                torch_internals.when_backward_ends(end)
+                return sums_of_packed(found, self._home, self._piece_bytes, in_place=False)
+            rows = [row if one is None else one.unpacked(one.flats) for one, row in pairs]
+        every = itertools.chain(*rows)
+        result: Sequence[_MaybeTensor] = apply_in_backward(
+            ReduceAddCoalesced, self._home, len(rows[0]), *every
+        )
+        return result
+
+
+def _settle(rows: Sequence[Packed], home: torch.device, places: Collection[torch.device]) -> None:
+    settle({row.stream for row in rows}, home, places)
+
+
+class OwnEdges(Function):
+    """The node of one replica, on another device than the home; see Note [Streams of a node]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: BucketSums, replica: int, *aliases: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sums, ctx.replica = sums, replica
+        return tuple(map(torch.Tensor.detach, aliases))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: _MaybeTensor) -> tuple[_MaybeTensor, ...]:
+        refuse_batched(grads)
+        is_packed = ctx.sums.pack(ctx.replica, grads)
+        return (None, None, *([None] * len(grads) if is_packed else grads))
 
 
 class ReplicaEdges(Function):
@@ -368,19 +442,19 @@ class ReplicaEdges(Function):
     def forward(
         ctx: Any,
         copies: list[torch.Tensor],
-        hooks: OriginalHooks,
+        sums: BucketSums,
         streams: NodeStreams,
         *originals: torch.Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.hooks, ctx.num_tensors = hooks, len(originals)
-        ctx.destination, ctx.streams = originals[0].device, streams
+        ctx.sums, ctx.num_tensors, ctx.streams = sums, len(originals), streams
         return tuple([copy.detach() for copy in copies])
 
     @staticmethod
     @on_streams_of_forward
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        sums = apply_in_backward(ReduceAddCoalesced, ctx.destination, ctx.num_tensors, *grads)
+        count = ctx.num_tensors
+        sums = ctx.sums.of([grads[i : i + count] for i in range(0, len(grads), count)])
         if any([total is None for total in sums]):
-            ctx.hooks.guard()
+            ctx.sums.hooks.guard()
         return None, None, None, *sums

@@ -294,7 +294,7 @@ def packed_alike(rows: Sequence[Row]) -> list[Packed]:
 def local_sum(rows: Sequence[Row], home: torch.device, piece_bytes: int) -> Gradients:
     """Add up what the replicas computed for the parameters of one bucket, over the first terms."""
     if packed := packed_alike(rows):
-        return list(sums_of_packed(packed, home, piece_bytes))
+        return list(sums_of_packed(packed, home, piece_bytes, in_place=True))
     given: list[Gradients] = [
         [*row.unpacked(row.flats)] if isinstance(row, Packed) else row for row in rows
     ]
