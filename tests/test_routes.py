@@ -378,3 +378,28 @@ def test_parameters_are_written_when_a_forward_without_outputs_has_read_them() -
             model(torch.ones(3, 1))
             module.weight.add_(1)
         assert sorted(x.mean().item() for x in kept) == [1.0] * 3 + [2.0] * 3 + [3.0] * 3
+
+
+def broadcast(given: Sequence[Tensor]) -> None:
+    comm.broadcast(given[0], DEVICES)
+
+
+@pytest.mark.parametrize("call", [broadcast, comm.reduce_add])
+def test_what_has_failed_half_way_reads_nothing_that_is_written_afterwards(
+    call: Callable[[Sequence[Tensor]], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, left = routes._Route.copy, iter([True] * 4)
+
+    def copy_some(*args: Any, **kwargs: Any) -> None:
+        if not next(left, False):
+            raise torch.OutOfMemoryError("no memory")
+        copy(*args, **kwargs)
+
+    given = [torch.ones(3 * MIB // 4, device=device) for device in DEVICES]
+    with virtual.strict_mode(), virtual.check_races():
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no mem"):
+            patch.setattr(routes._Route, "copy", copy_some)
+            call(given)
+        for tensor in given:
+            tensor.mul_(2)
+        assert comm.reduce_add(given).cpu().eq(8).all()

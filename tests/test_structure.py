@@ -78,7 +78,7 @@ MOST_LINES = {
     "batch": 1750,
     "graph": 1330,
     "threads": 1950,
-    "comm": 2710,
+    "comm": 2725,
     "readings": 2000,
     "kernels": 2550,
     "devices": 500,

@@ -15,6 +15,7 @@ any case, and sparse tensors are added as torch adds them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -256,21 +257,21 @@ def copies_of(
     away = [slot for slot in on if sources and slot != sources[0].device]
     places = [sources[0].device, *away] if away else []
     sending = None
-    if away and has_idle_links(places[0], away):
-        sending = FlatBroadcast(places[0], away, sum(map(_nbytes, sources)))
-    for members in _plan_groups([sources], buffer_size, _large_bytes(places)) if away else ():
-        group = [sources[i] for i in members]
-        flats = _flats([group], whole=sending is None)
-        if flats and sending is not None:
-            copies = sending.copies(flats[0], is_packed=len(members) > 1)
-        else:
-            copies = [copy_to((flats or group)[0], slot) for slot in away]
-        for slot, copy in zip(away, copies, strict=True):
-            parts = _unpack(copy, group) if flats else [copy]
-            for i, part in zip(members, parts, strict=True):
-                on[slot][i] = part
-    if sending is not None:
-        sending.end()
+    with contextlib.ExitStack() as stack:
+        if away and has_idle_links(places[0], away):
+            sending = FlatBroadcast(places[0], away, sum(map(_nbytes, sources)))
+            stack.callback(sending.end)
+        for members in _plan_groups([sources], buffer_size, _large_bytes(places)) if away else ():
+            group = [sources[i] for i in members]
+            flats = _flats([group], whole=sending is None)
+            if flats and sending is not None:
+                copies = sending.copies(flats[0], is_packed=len(members) > 1)
+            else:
+                copies = [copy_to((flats or group)[0], slot) for slot in away]
+            for slot, copy in zip(away, copies, strict=True):
+                parts = _unpack(copy, group) if flats else [copy]
+                for i, part in zip(members, parts, strict=True):
+                    on[slot][i] = part
     # Each slot has tensors of its own; an operator for each of them takes time.
     return [
         [tensor.detach() for tensor in on[slot]] if slot in slots[:i] else on[slot]

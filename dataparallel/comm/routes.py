@@ -245,7 +245,13 @@ class FlatBroadcast:
                 switch(stream)
                 made.append(torch.empty_like(flat, device=place))
                 free[place] = _devices.record_event(stream)
-        self._send(flat, made, free, is_packed)
+        try:
+            self._send(flat, made, free, is_packed)
+        except BaseException:
+            # Copies under way write into memory that nobody will have.
+            for source, place in self._used:
+                _copy_stream(place).wait_stream(_route(source, place).entering)
+            raise
         for place, copy in zip(self._places, made, strict=True):
             copy.record_stream(self._current[place])
         return made
@@ -327,20 +333,25 @@ def sum_flats(
     limit = max(piece_bytes or -(-num_bytes // len(hubs)), MIN_PIECE_BYTES)
     if hubs == [home]:
         limit = max(limit, num_bytes)
-    with _devices.restored_streams(current.values()) as switch:
-        for total, *column in zip(totals, *rows, strict=True):
-            for piece in _cut(total, -(-total.nbytes // limit) or 1):
-                hub, target = min(hubs, key=loads.__getitem__), total[piece]
-                loads[hub] += target.nbytes
-                lane, parts = _lanes_of(hub).take(), [flat[piece] for flat in column]
-                if hub == home:
-                    if free is not None:
-                        lane.stream.wait_event(free)
-                    _sum_of_parts(parts, lane.stream, ready, switch, target)
-                    continue
-                part, way = _sum_of_parts(parts, lane.stream, ready, switch), _route(hub, home)
-                way.copy(part, target, _devices.record_event(lane.stream), switch, free=free)
-                lane.keep(part, _devices.record_event(way.leaving))
+    try:
+        with _devices.restored_streams(current.values()) as switch:
+            for total, *column in zip(totals, *rows, strict=True):
+                for piece in _cut(total, -(-total.nbytes // limit) or 1):
+                    hub, target = min(hubs, key=loads.__getitem__), total[piece]
+                    loads[hub] += target.nbytes
+                    lane, parts = _lanes_of(hub).take(), [flat[piece] for flat in column]
+                    if hub == home:
+                        if free is not None:
+                            lane.stream.wait_event(free)
+                        _sum_of_parts(parts, lane.stream, ready, switch, target)
+                        continue
+                    part, way = _sum_of_parts(parts, lane.stream, ready, switch), _route(hub, home)
+                    way.copy(part, target, _devices.record_event(lane.stream), switch, free=free)
+                    lane.keep(part, _devices.record_event(way.leaving))
+    except BaseException:
+        # Memory that copies are still to read or write is not to be used again before.
+        settle(current.values(), home, places)
+        raise
     if waits:
         settle(current.values(), home, places)
     else:

@@ -507,19 +507,21 @@ def _write(places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Tra
         num_bytes = sum(original.nbytes for original in left.values())
         sending = FlatBroadcast(home, [place.device for place in away], num_bytes)
     rest = dict(left)
-    for number, (members, like) in enumerate(away[0].flats if away else ()):
-        if not left.keys() >= set(members):
-            continue
-        flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
-        targets = [place.flats[number][1] for place in away]
+    try:
+        for number, (members, like) in enumerate(away[0].flats if away else ()):
+            if not left.keys() >= set(members):
+                continue
+            flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
+            targets = [place.flats[number][1] for place in away]
+            if sending is not None:
+                sending.send(flat, targets, is_packed=len(members) > 1)
+            else:
+                for target in targets:
+                    target.copy_(flat, non_blocking=True)
+            torch.autograd.graph.increment_version([p.copies[i] for p in away for i in members])
+    finally:
         if sending is not None:
-            sending.send(flat, targets, is_packed=len(members) > 1)
-        else:
-            for target in targets:
-                target.copy_(flat, non_blocking=True)
-        torch.autograd.graph.increment_version([p.copies[i] for p in away for i in members])
-    if sending is not None:
-        sending.end()
+            sending.end()
     for place in places:
         some = rest if place in away else left
         if some:
