@@ -248,9 +248,10 @@ class FlatBroadcast:
         try:
             self._send(flat, made, free, is_packed)
         except BaseException:
-            # Copies under way write into memory that nobody will have.
+            # Copies under way read and write memory that nobody will have.
             for source, place in self._used:
                 _copy_stream(place).wait_stream(_route(source, place).entering)
+                _copy_stream(source).wait_stream(_route(source, place).leaving)
             raise
         for place, copy in zip(self._places, made, strict=True):
             copy.record_stream(self._current[place])
