@@ -290,6 +290,17 @@ def test_a_large_model_is_compared_part_by_part(monkeypatch: pytest.MonkeyPatch)
 
 
 @WRAPPERS
+def test_a_write_is_seen_where_a_replica_was_not_used_before(wrapper: Wrapper) -> None:
+    """The batch before had fewer samples than there are devices."""
+    devices = [f"virtual:{i}" for i in range(3)]
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(devices[0])
+    model, x = wrapper(module, devices), torch.randn(6, 3, device=devices[0])
+    model(x[:2])
+    write(module)
+    assert_current(model, module, x)
+
+
+@WRAPPERS
 def test_a_write_is_seen_at_once_where_it_costs_nothing(wrapper: Wrapper) -> None:
     """Weights are swapped in for an evaluation, or the originals are on the CPU."""
     module, model, x = build(wrapper, train=True)

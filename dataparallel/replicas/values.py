@@ -209,10 +209,12 @@ class Values:
             traces = self._traces()
             stale = [place.stale(traces) | place.written() for place in places]
             everything = set(range(len(tensors)))
-            same = sorted(everything.difference(*stale))
+            # That of a slot which an earlier forward did not use is stale altogether.
+            latest = min(range(len(places)), key=lambda number: len(stale[number]))
+            same = sorted(everything - stale[latest])
             # Quantized tensors have no checksum.
             same = [i for i in same if not tensors[i].is_quantized]
-            if same and self._differ(places[0], same, traces, now=now):
+            if same and self._differ(places[latest], same, traces, now=now):
                 stale = [everything] * len(places)
             self._copy(places, stale, traces)
             self._found = traces[1:]
