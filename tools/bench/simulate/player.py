@@ -18,6 +18,7 @@ Note [How a machine plays]
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import defaultdict, deque
@@ -119,12 +120,15 @@ class _Ending:
     users: int
     time: float
 
+    def passed(self, now: float) -> bool:
+        """Note that a stream has passed; return whether all have."""
+        self.users, self.time = self.users - 1, max(self.time, now)
+        return not self.users
+
 
 @dataclass(eq=False)
 class _Stream:
     items: deque[_Queued] = field(default_factory=deque)
-    is_busy: bool = False
-    last_issue: float = 0.0
 
 
 @dataclass(eq=False)
@@ -135,10 +139,16 @@ class _Running:
     stream: _Stream
     left: float
     begin: float
-    rate: float = 0.0
-    updated: float = 0.0
-    version: int = 0
+    updated: float
     ports: tuple[object, ...] = ()
+    rate: float = 0.0
+    version: int = 0
+
+    def change(self, rate: float, now: float) -> float:
+        """Go on at another rate; return the time of the end."""
+        self.left -= self.rate * (now - self.updated)
+        self.rate, self.updated, self.version = rate, now, self.version + 1
+        return now + max(0.0, self.left) / rate
 
 
 class Player:
@@ -154,6 +164,7 @@ class Player:
         self._waiting: dict[int, list[_Stream]] = defaultdict(list)
         self._kernels: dict[int, list[_Running]] = defaultdict(list)
         self._flows: list[_Running] = []
+        self._busy: set[_Stream] = set()
         self._ready: list[tuple[_Stream, _Queued]] = []
         self._out: dict[int, int] = defaultdict(int)
         self._in: dict[int, int] = defaultdict(int)
@@ -224,9 +235,7 @@ class Player:
     def _passed(self, item: _Queued) -> None:
         """Let a stream have passed the end of a block that it uses."""
         ending = self._endings[item.number]
-        ending.users -= 1
-        ending.time = max(ending.time, self._now)
-        if not ending.users:
+        if ending.passed(self._now):
             self._keep(ending, item)
 
     def _keep(self, ending: _Ending, item: _Queued) -> None:
@@ -254,19 +263,19 @@ class Player:
         if task.id:
             self._run(lambda: task.id in self._reached)
             return self._reached.get(task.id, self._now)
-        self._run(lambda: not stream.items and not stream.is_busy)
+        self._run(lambda: not stream.items and stream not in self._busy)
         return self._now
 
     # --- streams -------------------------------------------------------------------------------
 
     def _push(self, stream: _Stream, item: _Queued) -> None:
         stream.items.append(item)
-        if len(stream.items) == 1 and not stream.is_busy:
+        if len(stream.items) == 1 and stream not in self._busy:
             self._at(max(item.issued, self._now), lambda: self._advance(stream))
 
     def _advance(self, stream: _Stream) -> None:
         """Begin what is first in a stream, if that can be."""
-        while stream.items and not stream.is_busy:
+        while stream.items and stream not in self._busy:
             item = stream.items[0]
             task = item.task
             if item.issued > self._now:
@@ -283,7 +292,7 @@ class Player:
             elif task.kind == "free":
                 self._passed(item)
             elif task.kind in ("kernel", "copy", "collective"):
-                stream.is_busy = True
+                self._busy.add(stream)
                 self._begin(stream, item)
 
     def _begin(self, stream: _Stream, item: _Queued) -> None:
@@ -292,18 +301,20 @@ class Player:
             self._ready.append((stream, item))
             self._start_copies()
         else:
-            running = _Running(item, stream, task.seconds, self._now, updated=self._now)
+            running = _Running(item, stream, task.seconds, self._now, self._now)
             if task.kind == "kernel":
                 self._kernels[task.device].append(running)
                 self._share_device(task.device)
             else:
                 self._change_rate(running, 1.0)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: _Running, version: int) -> None:
+        if running.version != version:
+            return
         task = running.item.task
         self._played.spans.append(PlayedSpan(task, running.begin, self._now, running.item.phase))
         self._ends[running.item.number] = self._now
-        running.stream.is_busy = False
+        self._busy.remove(running.stream)
         if task.kind == "kernel":
             self._kernels[task.device].remove(running)
             self._share_device(task.device)
@@ -318,16 +329,8 @@ class Player:
     def _change_rate(self, running: _Running, rate: float) -> None:
         if running.rate == rate and running.version:
             return
-        running.left -= running.rate * (self._now - running.updated)
-        running.rate, running.updated = rate, self._now
-        running.version += 1
-        version = running.version
-
-        def end() -> None:
-            if running.version == version:
-                self._end(running)
-
-        self._at(self._now + max(0.0, running.left) / rate, end)
+        ends = running.change(rate, self._now)
+        self._at(ends, functools.partial(self._end, running, running.version))
 
     def _share_device(self, device: int) -> None:
         running = self._kernels[device]
@@ -349,14 +352,13 @@ class Player:
                 continue
             self._out[task.source] += 1
             self._in[task.destination] += 1
-            running = _Running(item, stream, float(task.bytes), self._now, updated=self._now)
-            running.ports = self._ports(task)
-            self._at(self._now + self._machine.copy, lambda r=running: self._flow(r))  # type: ignore[misc]
+            flow = functools.partial(self._flow, item, stream, self._now)
+            self._at(self._now + self._machine.copy, flow)
         self._ready = waiting
 
-    def _flow(self, running: _Running) -> None:
-        running.updated = self._now
-        self._flows.append(running)
+    def _flow(self, item: _Queued, stream: _Stream, begin: float) -> None:
+        left, ports = float(item.task.bytes), self._ports(item.task)
+        self._flows.append(_Running(item, stream, left, begin, self._now, ports))
         self._share_ports()
 
     def _ports(self, task: Instruction) -> tuple[object, ...]:
@@ -405,6 +407,7 @@ class _Host:
     def __init__(self, player: Player) -> None:
         self._player = player
         self._threads: dict[int, float] = {}
+        self._last_issue: defaultdict[_Stream, float] = defaultdict(float)
         self._lock = 0.0
         # When all threads began together.
         self._began = 0.0
@@ -433,13 +436,13 @@ class _Host:
         if self._phase == "backward":
             begin = self._threads.get(task.thread, self._began)
             if task.kind in ("copy", "record", "wait"):
-                begin = max(begin, self._lock, stream.last_issue)
+                begin = max(begin, self._lock, self._last_issue[stream])
                 self._lock = begin + task.host
-            issued = self._threads[task.thread] = max(begin, stream.last_issue) + task.host
+            issued = self._threads[task.thread] = max(begin, self._last_issue[stream]) + task.host
         else:
             issued = self._lock = self._lock + task.host
         if task.kind not in ("allocate", "use", "free"):
-            stream.last_issue = issued
+            self._last_issue[stream] = issued
         return _Queued(task, issued, self._phase, number)
 
 
