@@ -176,14 +176,20 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _unpack(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in a flat buffer, laid out as some others: they share its memory."""
-    sizes = [like.numel() for like in likes]
-    offsets = itertools.accumulate(sizes, initial=int(flat.storage_offset()))
-    # Views of one buffer share its version counter: a change of one parameter would count as a
-    # change of all. They are disjoint, and nobody gets the buffer: each has its own (`.data`).
-    return [
-        flat.as_strided(like.shape, like.stride(), offset).data
-        for like, offset in zip(likes, offsets, strict=False)
-    ]
+    return _views(flat, [(like.shape, like.stride()) for like in likes])
+
+
+def _views(
+    flat: torch.Tensor, layouts: Iterable[tuple[torch.Size, tuple[int, ...]]]
+) -> list[torch.Tensor]:
+    """Return the tensors in a flat buffer, of which shapes and strides are given."""
+    offset, made = int(flat.storage_offset()), []
+    for shape, strides in layouts:
+        # Views of one buffer share its version counter: a change of one parameter would count as a
+        # change of all. They are disjoint, and nobody gets the buffer: each has its own (`.data`).
+        made.append(flat.as_strided(shape, strides, offset).data)
+        offset += shape.numel()
+    return made
 
 
 # --- broadcast -----------------------------------------------------------------------------------
@@ -459,7 +465,7 @@ class Packed:
     def __init__(self, tensors: Sequence[torch.Tensor], piece_bytes: int) -> None:
         total, large = sum(map(_nbytes, tensors)), max(piece_bytes, LARGE_BYTES_OF_LINKS)
         self._groups = _plan_groups([tensors], total + 1, large)
-        self._shapes = [(tensor.shape, tensor.stride()) for tensor in tensors]
+        self._layouts = [(tensor.shape, tensor.stride()) for tensor in tensors]
         self.flats = [
             _flats([[tensors[i] for i in group]], whole=False)[0] for group in self._groups
         ]
@@ -483,18 +489,15 @@ class Packed:
 
     def lies_like(self, other: Packed) -> bool:
         """True if another one has the same tensors at the same places."""
-        return (self._groups, self._shapes) == (other._groups, other._shapes)
+        return (self._groups, self._layouts) == (other._groups, other._layouts)
 
     def unpacked(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that lie in flats like its own; views of them."""
-        made: list[Any] = [None] * len(self._shapes)
+        made: list[Any] = [None] * len(self._layouts)
         for flat, group in zip(flats, self._groups, strict=True):
-            offset = int(flat.storage_offset())
-            for i in group:
-                shape, strides = self._shapes[i]
-                # See `_unpack`.
-                made[i] = flat.as_strided(shape, strides, offset).data
-                offset += shape.numel()
+            views = _views(flat, [self._layouts[i] for i in group])
+            for i, view in zip(group, views, strict=True):
+                made[i] = view
         return made
 
 
