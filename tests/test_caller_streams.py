@@ -290,6 +290,31 @@ def test_gradients_come_on_the_streams_of_their_leaves_in_each_forward(wrapper: 
         torch.set_warn_always(False)
 
 
+@WRAPPERS
+def test_a_server_whose_parameters_change(wrapper: Any) -> None:
+    """Copies that one thread has made and another one used make room for those of a third."""
+    bare = net()
+    model = wrapper(copy.deepcopy(bare).to(DEVICES[0]), DEVICES)
+    x = next(iter(batches()))[0]
+
+    def answer() -> Tensor:
+        # On the home they share a stream, which is in order with the changes.
+        enter_streams((1, 2))
+        with torch.inference_mode():
+            result: Tensor = model(x.to(DEVICES[0]))
+        return result
+
+    for step in range(6):
+        got = in_thread(answer).cpu()
+        torch.testing.assert_close(got, bare(x), rtol=1e-3, atol=1e-5)
+        # Without a change another thread uses what the first has made, and may not have ended.
+        in_thread(answer)
+        for module in (bare, model.module):
+            with torch.no_grad():
+                next(module.parameters()).mul_(1 + step / 10)
+    model.close()
+
+
 @pytest.mark.in_pairs
 @SCHEDULED
 @WRAPPERS

@@ -74,7 +74,7 @@ MOST_LINES = {
     "reducer": 3100,
     "optim": 350,
     "collectives": 3450,
-    "replicas": 1535,
+    "replicas": 1560,
     "batch": 1750,
     "graph": 1330,
     "threads": 1950,

@@ -27,6 +27,12 @@ which counts as a write to them, too.
 
 Replica 0 has leaves of its own as well. The originals' ``.grad`` is then touched by nothing but the
 reduced gradient, and hooks on the originals see that, once.
+
+Note [Copies on several streams]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The threads of a server call a wrapper one after another, each on streams of its own. Copies are in
+order with the streams of the thread that made them. So the next thread's streams wait for those of
+the thread before, and copies are recorded on each stream that is new to them.
 """
 
 from __future__ import annotations
@@ -104,9 +110,27 @@ class _Place:
     def __init__(self, device: torch.device, count: int) -> None:
         self.device, self.copies = device, [None] * count  # type: torch.device, list[Any]
         self._versions: list[int] = []
+        # The stream of the last forward that used them, and of all that have.
+        self._stream: torch.Stream | None = None
+        self._recorded: list[torch.Stream | None] = []
         #: The numbers of those that lie in one piece of memory, in this order, and that piece.
         self.flats: list[tuple[list[int], torch.Tensor]] = []
         self.forget()
+
+    def use(self) -> None:
+        """Use copies on the current stream. See Note [Copies on several streams]."""
+        stream, before = devices.current_stream(self.device), self._stream
+        self._stream = stream
+        if before is None or before == stream:
+            return
+        devices.wait_stream(stream, before)
+        if stream not in self._recorded:
+            self._recorded.append(stream)
+            # Tensors around others have no memory of their own.
+            dense = (copy for copy in self.copies if copy.layout == torch.strided)
+            there = [copy for copy in dense if not torch_internals.is_wrapper(copy)]
+            for copy in {copy.untyped_storage().data_ptr(): copy for copy in there}.values():
+                devices.record_stream(copy, stream)
 
     def forget(self) -> None:
         """Let all copies be stale."""
@@ -127,6 +151,7 @@ class _Place:
 
     def keep(self, indices: list[int], copies: list[Any], traces: _Traces) -> None:
         """Copies that were made or written just now."""
+        self._recorded = [self._stream]
         if len(indices) == len(self.copies):
             self.copies, self._traces = copies, tuple(map(list, traces))
             self._versions = list(map(_version, copies))
@@ -204,6 +229,8 @@ class Values:
             self._answer = None
         slots = self._places[:num_slots]
         self._current = places = list(filter(None, dict.fromkeys(slots)))
+        for place in places:
+            place.use()
         if places:
             self._read_answer()
             traces = self._traces()
