@@ -233,7 +233,8 @@ is_key_included: Callable[[Any], bool] = _private("torch._C._dispatch_tls_is_dis
 include_key: Any = _private("torch._C._dispatch_tls_set_dispatch_key_included")
 #: The key that ``torch.export`` traces under.
 PRE_DISPATCH: Any = _private("torch._C.DispatchKey.PreDispatch")
-#: A context in which what is written counts as no change of a tensor.
+#: A context in which what is written counts as no change of a tensor. A view that is made there has
+#: a version counter of its own, as ``.data`` has, in half of the time.
 below_versions: Any = _private("torch._C._AutoDispatchBelowADInplaceOrView")
 #: The names of all operators, ``"aten::add.Tensor"``.
 all_operators: Callable[[], list[str]] = _private("torch._C._dispatch_get_all_op_names")

@@ -317,9 +317,9 @@ def test_the_host_waits_only_for_memory_that_it_may_change() -> None:
 def test_only_copies_to_another_accelerator_take_its_copy_stream() -> None:
     """There they do not wait for what it computes."""
     tensor = torch.ones(4, device="virtual:0")
-    with mock.patch.object(devices, "use_stream", wraps=devices.use_stream) as use:
+    with mock.patch.object(devices, "copy_stream", wraps=devices.copy_stream) as use:
         comm.broadcast(tensor, ["virtual:0", "virtual:1"])
-        use.assert_called_once_with(devices.copy_stream(torch.device("virtual:1")))
+        use.assert_called_once_with(torch.device("virtual:1"))
         comm.broadcast(tensor, ["cpu", "virtual:0"])
         comm.gather([tensor, torch.ones(1)], destination="cpu")
         comm.gather([tensor, tensor])

@@ -127,3 +127,54 @@ def test_sparse_and_dense_gradients_are_added(
             counts = torch.cat(used).bincount(minlength=5)
             assert table.weight.grad.to_dense().flatten().tolist() == counts.tolist()
     model.close()
+
+
+class Turned(torch.autograd.Function):
+    """A weight whose gradient has its elements in another order in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.mT.contiguous().mT
+
+
+class Layouts(nn.Module):
+    """Weights of some layouts, of which the gradients in some replicas have others."""
+
+    def __init__(self, turned: tuple[int, ...]) -> None:
+        super().__init__()
+        self.turned = turned
+        image = torch.arange(24.0).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+        # A dimension of size 1 may have any stride.
+        thin = torch.arange(4.0).view(1, 4).as_strided((4, 1), (1, 7))
+        shapes = [torch.arange(12.0).view(3, 4), image, thin, torch.zeros(0, 2)]
+        self.weights = nn.ParameterList(map(nn.Parameter, shapes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        replica = dp.current_replica()
+        weight, image, thin, empty = self.weights
+        if replica is not None and replica.index in self.turned:
+            weight = Turned.apply(weight)
+        images = x[:, 0, None, None, None, None] * image
+        y = (x @ weight.mT).sum(1) + images.flatten(1).sum(1)
+        total: torch.Tensor = y + (x @ thin).sum(1) + empty.sum()
+        return total
+
+
+@pytest.mark.in_pairs
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("turned", [(), (0, 1, 2, 3), (1, 3)])
+def test_gradients_of_other_layouts_are_added(
+    wrapper: str, place: str, turned: tuple[int, ...]
+) -> None:
+    x = torch.arange(32.0).view(8, 4)
+    model = WRAPPERS[wrapper](Layouts(turned).to(PLACES[place][0]), PLACES[place])
+    expected = gradients(Layouts(()), x)
+    for _ in range(3):
+        for grad, right in zip(gradients(model, x), expected, strict=True):
+            assert grad is not None and right is not None and torch.equal(grad, right)
+    model.close()

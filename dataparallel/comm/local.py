@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
@@ -36,7 +36,14 @@ from dataparallel.comm.routes import (
 )
 from dataparallel.errors import listed
 from dataparallel.kernels.memory import is_dense, lie_alike
-from dataparallel.torch_internals import flatten_dense_tensors, foreach_add, foreach_add_
+from dataparallel.torch_internals import (
+    address_of_storage,
+    below_versions,
+    flatten_dense_tensors,
+    foreach_add,
+    foreach_add_,
+    uses_of_storage,
+)
 
 DEFAULT_BUFFER_SIZE = 10485760
 #: Bytes from which a tensor is copied on its own. Packing spares a tensor the fixed cost of a copy
@@ -87,7 +94,9 @@ def arrive(
     copying, current = _devices.copy_stream(device), _devices.current_stream(device)
     if any(source.device == device for source in sources):
         _devices.wait_stream(copying, current)
-    with _devices.use_stream(copying):
+    assert copying is not None and current is not None
+    with _devices.restored_streams([current]) as switch:
+        switch(copying)
         result = make()
     _devices.wait_stream(current, copying)
     _devices.record_stream(result, current)
@@ -169,7 +178,8 @@ def _flats(group: Sequence[Sequence[torch.Tensor]], *, whole: bool) -> list[torc
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a flat tensor with the elements of some, in their order in memory; a view of one."""
     if all(map(torch.Tensor.is_contiguous, tensors)):
-        return flatten_dense_tensors(tensors)
+        with below_versions():
+            return flatten_dense_tensors(tensors)
     flats = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     return torch.cat(flats) if len(flats) > 1 else flats[0]
 
@@ -184,11 +194,12 @@ def _views(
 ) -> list[torch.Tensor]:
     """Return the tensors in a flat buffer, of which shapes and strides are given."""
     offset, made = int(flat.storage_offset()), []
-    for shape, strides in layouts:
-        # Views of one buffer share its version counter: a change of one parameter would count as a
-        # change of all. They are disjoint, and nobody gets the buffer: each has its own (`.data`).
-        made.append(flat.as_strided(shape, strides, offset).data)
-        offset += shape.numel()
+    # Views of one buffer share its version counter: a change of one parameter would count as a
+    # change of all. They are disjoint, and nobody gets the buffer: each has its own here.
+    with below_versions():
+        for shape, strides in layouts:
+            made.append(flat.as_strided(shape, strides, offset))
+            offset += shape.numel()
     return made
 
 
@@ -451,54 +462,102 @@ def _add_packed(
     return sums
 
 
-class Packed:
-    """The tensors of one replica that are to be summed over several: small ones are put together.
-
-    This happens on the current stream of their device. A sum needs to wait for nothing else that is
-    queued there.
+class Packing:
+    """The places at which small tensors of one replica are put together for a sum over several.
 
     Args:
-        tensors: Dense ones of one device.
+        likes: Tensors that are laid out as those to be packed, and have their types.
         piece_bytes: The size of the pieces in which they are summed.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], piece_bytes: int) -> None:
-        total, large = sum(map(_nbytes, tensors)), max(piece_bytes, LARGE_BYTES_OF_LINKS)
-        self._groups = _plan_groups([tensors], total + 1, large)
-        self._layouts = [(tensor.shape, tensor.stride()) for tensor in tensors]
-        self.flats = [
-            _flats([[tensors[i] for i in group]], whole=False)[0] for group in self._groups
+    def __init__(self, likes: Sequence[torch.Tensor], piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._dtypes, self._strides = (
+            list(map(_dtype, likes)),
+            list(map(torch.Tensor.stride, likes)),
+        )
+        self._is_contiguous = all(map(torch.Tensor.is_contiguous, likes))
+        self._is_dense = self._is_contiguous or all(map(is_dense, likes))
+        total, large = sum(map(_nbytes, likes)), max(piece_bytes, LARGE_BYTES_OF_LINKS)
+        #: The numbers of the tensors of each flat tensor, and their shapes and strides there.
+        self.groups = _plan_groups([likes], total + 1, large)
+        self.layouts = [
+            [(likes[i].shape, likes[i].stride()) for i in group] for group in self.groups
         ]
-        stream = _devices.current_stream(tensors[0].device)
+
+    def pack(self, tensors: Sequence[Any], *, for_writing: bool) -> Packed | None:
+        """Put tensors together on the current stream; None unless all are there, plain and dense.
+
+        ``for_writing``: no flat tensor is to be memory that somebody else has.
+        """
+        plain = {torch.Tensor}.issuperset(map(type, tensors))
+        if not (plain and {torch.strided}.issuperset(map(_layout, tensors))):
+            return None
+        if not self._fits(tensors):
+            if not all(map(is_dense, tensors)):
+                return None
+            return Packing(tensors, self._piece_bytes).pack(tensors, for_writing=for_writing)
+        flats = []
+        for group in self.groups:
+            some = [tensors[i] for i in group]
+            if len(some) == 1:
+                # It would be resolved into memory that nobody keeps.
+                if some[0].is_conj() or some[0].is_neg():
+                    return None
+                some = unshared(some) if for_writing else some
+            flats += _flats([some], whole=False)
+        return Packed(self, flats)
+
+    def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if tensors are laid out as those for which this was made."""
+        # At the speed of C: strides of dimensions of size 1 may be any.
+        is_same = (
+            all(map(torch.Tensor.is_contiguous, tensors))
+            if self._is_contiguous
+            else self._is_dense and all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
+        )
+        return is_same and all(map(is_, map(_dtype, tensors), self._dtypes))
+
+
+class Packed:
+    """The tensors of one replica in flat ones, put together on the current stream of their device.
+
+    A sum needs to wait for nothing else that is queued there.
+    """
+
+    def __init__(self, packing: Packing, flats: list[torch.Tensor]) -> None:
+        self.packing, self.flats = packing, flats
+        stream = _devices.current_stream(flats[0].device)
         assert stream is not None
         #: The stream on which they were packed, and when that has come so far.
         self.stream, self.ready = stream, _devices.record_event(stream)
 
-    @staticmethod
-    def of(tensors: Sequence[Any], piece_bytes: int) -> Packed | None:
-        """Pack tensors; None unless all are there, plain and dense."""
-        plain = {torch.Tensor}.issuperset(map(type, tensors))
-        if not (plain and {torch.strided}.issuperset(map(_layout, tensors))):
-            return None
-        if not all(map(torch.Tensor.is_contiguous, tensors)) and not all(map(is_dense, tensors)):
-            return None
-        # They would be resolved into memory that nobody keeps.
-        if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
-            return None
-        return Packed(tensors, piece_bytes)
-
     def lies_like(self, other: Packed) -> bool:
         """True if another one has the same tensors at the same places."""
-        return (self._groups, self._layouts) == (other._groups, other._layouts)
+        own, others = self.packing, other.packing
+        return own is others or (own.groups, own.layouts) == (others.groups, others.layouts)
 
     def unpacked(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that lie in flats like its own; views of them."""
-        made: list[Any] = [None] * len(self._layouts)
-        for flat, group in zip(flats, self._groups, strict=True):
-            views = _views(flat, [self._layouts[i] for i in group])
-            for i, view in zip(group, views, strict=True):
+        packing = self.packing
+        made: list[Any] = [None] * sum(map(len, packing.groups))
+        for flat, group, layouts in zip(flats, packing.groups, packing.layouts, strict=True):
+            for i, view in zip(group, _views(flat, layouts), strict=True):
                 made[i] = view
         return made
+
+
+def unshared(tensors: Sequence[Any]) -> list[Any]:
+    """Return tensors that may be written: memory that somebody else has is copied."""
+    result: list[Any] = []
+    for tensor in tensors:
+        # The engine gives parameters of which views are added one gradient, and no copy.
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            # The tensor refers to it, and the object of which this is the address.
+            shared = uses_of_storage(address_of_storage(tensor.untyped_storage())) > 2
+            tensor = tensor.clone() if shared else tensor
+        result.append(tensor)
+    return result
 
 
 @torch.no_grad()

@@ -348,7 +348,6 @@ class Cuts:
         for index, one in enumerate(inputs):
             owner.update(dict.fromkeys(map(id, one.leaves), index))
         found: list[torch.Tensor] = []
-        every: set[Any] = set()
         shared = False
         for index, row in enumerate(outputs):
             nodes = list(dict.fromkeys(map(_node_of, row)))
@@ -366,10 +365,9 @@ class Cuts:
                 # An anchor is no concern of users, but replicas meet in what leads to it.
                 if id(leaf) not in owner and not isinstance(leaf, Anchor):
                     found.append(leaf)
-                # It is another replica's leaf, if only this one uses their common part.
+                # It is another replica's leaf. Behind a node that graphs have in common, each leaf
+                # is another's for one of them.
                 shared |= owner.setdefault(id(leaf), index) != index
-            shared |= not every.isdisjoint(nodes)
-            every.update(nodes)
         return found, shared
 
     def retire(self) -> None:

@@ -49,6 +49,7 @@ from dataparallel import torch_internals
 from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, fill
 from dataparallel.comm.local import (
     Packed,
+    Packing,
     concatenate,
     copies_of,
     split,
@@ -377,17 +378,20 @@ class BucketSums:
         self, originals: Sequence[torch.Tensor], places: Collection[torch.device], num_bytes: int
     ) -> None:
         self._home, self._places = originals[0].device, places
-        self._over_links = has_links(self._home, places)
         self._piece_bytes = sum_piece_bytes(num_bytes, self._home, places)
+        # None where gradients do not go over links.
+        self._packing: Packing | None = None
+        if has_links(self._home, places):
+            self._packing = Packing(originals, self._piece_bytes)
         self.hooks = OriginalHooks(originals)
         # By backward and replica.
         self._packed: dict[tuple[int, int], Packed] = {}
 
     def pack(self, replica: int, grads: Sequence[_MaybeTensor]) -> bool:
         """Put gradients of a replica together in its own thread, where they go over links."""
-        if not self._over_links or torch.is_grad_enabled():
+        if self._packing is None or torch.is_grad_enabled():
             return False
-        packed = Packed.of(grads, self._piece_bytes)
+        packed = self._packing.pack(grads, for_writing=False)
         if packed is not None:
             self._packed[torch_internals.current_graph_task_id(), replica] = packed
         return packed is not None
@@ -396,9 +400,9 @@ class BucketSums:
         """Return the sums of all rows, those that were put together included."""
         task = torch_internals.current_graph_task_id()
         packed = [self._packed.pop((task, replica), None) for replica in range(len(rows))]
-        if any(packed):
+        if self._packing is not None and any(packed):
             pairs = list(zip(packed, rows, strict=True))
-            whole = [one or Packed.of(row, self._piece_bytes) for one, row in pairs]
+            whole = [one or self._packing.pack(row, for_writing=False) for one, row in pairs]
             found = [one for one in whole if one is not None]
             if len(found) == len(rows) and all(map(found[0].lies_like, found)):
                 # Nobody writes to the gradients before the streams wait for the sum.

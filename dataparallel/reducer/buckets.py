@@ -25,9 +25,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from dataparallel import kernels, torch_internals
+from dataparallel import kernels
 from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, plan_buckets
-from dataparallel.comm.local import Packed, sums_of, sums_of_packed
+from dataparallel.comm.local import Packed, Packing, sums_of, sums_of_packed, unshared
 from dataparallel.comm.routes import has_links, local_bucket_bytes, sum_piece_bytes
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
@@ -201,6 +201,10 @@ class Buckets:
         num_bytes = sum(original.nbytes for original in originals)
         #: The size of the pieces in which they are summed there.
         self.piece_bytes = sum_piece_bytes(num_bytes, self.all[0].home, self.places)
+        #: By bucket, the way in which its gradients are put together for them.
+        self.packings = [
+            Packing(bucket.leaves[0], self.piece_bytes) for bucket in self.all if self.over_links
+        ]
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
         """Return leaves that tell of gradients: all trained ones, then the last of each bucket."""
@@ -268,20 +272,6 @@ def add(first: MaybeTensor, second: MaybeTensor) -> MaybeTensor:
 
 
 # --- the sum over replicas -----------------------------------------------------------------------
-
-
-def unshared(grads: Gradients) -> Gradients:
-    """Gradients that may be written: memory that somebody else has is copied."""
-    uses_of, address_of = torch_internals.uses_of_storage, torch_internals.address_of_storage
-    result: Gradients = []
-    for grad in grads:
-        # The engine gives parameters of which views are added one gradient, and no copy.
-        if type(grad) is torch.Tensor and grad.layout is torch.strided:
-            # The gradient refers to it, and the object of which this is the address.
-            shared = uses_of(address_of(grad.untyped_storage())) > 2
-            grad = grad.clone() if shared else grad
-        result.append(grad)
-    return result
 
 
 def packed_alike(rows: Sequence[Row]) -> list[Packed]:

@@ -40,7 +40,7 @@ import torch
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.errors import RanksParted
-from dataparallel.comm.local import Packed
+from dataparallel.comm.local import Packed, unshared
 from dataparallel.comm.routes import settle
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import OriginalHooks
@@ -54,7 +54,6 @@ from dataparallel.reducer.buckets import (
     add,
     local_sum,
     packed_alike,
-    unshared,
 )
 from dataparallel.reducer.nonfinite import Guard, NonFiniteGradients
 from dataparallel.reducer.sending import Transfer
@@ -121,6 +120,8 @@ class Round:
             self._beside = _devices.copy_stream(buckets.all[0].home)
         # Rows that these sums read and write, until the streams of the rows wait for them.
         self._held: list[Packed] = []
+        # One of these sums in each memory that was allocated there.
+        self._made: Gradients = []
         # By parameter, the sum over the replicas of this process, until it is received.
         self._sums: Gradients = [None] * count
         # The content of ``.grad``: all of it until the end, and the part of it that is to be sent.
@@ -205,7 +206,7 @@ class Round:
                 return
             self._streams[replica] = _devices.current_stream(device)
             self._look(replica, bucket, grads)
-            taken.append(self._pack(replica, grads))
+            taken.append(self._pack(replica, bucket, grads))
             self._sum_complete()
 
     def _look(self, replica: int, bucket: Bucket, grads: Gradients) -> None:
@@ -213,13 +214,13 @@ class Round:
         if self.guard is not None:
             self.guard.look_at_replica(replica, bucket, grads)
 
-    def _pack(self, replica: int, grads: Gradients) -> Row:
+    def _pack(self, replica: int, bucket: Bucket, grads: Gradients) -> Row:
         """Put gradients together, on their own device, where their sum goes over links."""
         if self._beside is None:
             return grads
         # Sums are written over those of the first.
-        own = grads if replica else unshared(grads)
-        return Packed.of(own, self.buckets.piece_bytes) or grads
+        packing = self.buckets.packings[bucket.number]
+        return packing.pack(grads, for_writing=not replica) or grads
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
@@ -252,10 +253,11 @@ class Round:
         streams = {packed.stream for packed in self._held}
         streams.update(_devices.current_streams(self.buckets.places))
         settle(streams, self._beside.device, self.buckets.places)
+        for total in self._made:
+            if total is not None:
+                _devices.record_stream(total, current)
         self._held.clear()
-        made = [one for one in self._sums if one is not None and one.layout == torch.strided]
-        for total in {one.untyped_storage().data_ptr(): one for one in made}.values():
-            _devices.record_stream(total, current)
+        self._made.clear()
 
     def _add_late(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient to its bucket, or keep it apart where that was sent."""
@@ -306,11 +308,14 @@ class Round:
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
             sums = local_sum(rows, bucket.home, self.buckets.piece_bytes)
+            if alike:
+                self._made += [sums[group[0]] for group in alike[0].packing.groups]
             for index, grad in zip(bucket.indices, sums, strict=True):
                 if grad is not None:
                     self.used[index] = CAME
                 if index in self._unreduced and index not in self._through:
                     grad = add(grad, self._unreduced[index])
+                    self._made += [] if beside is None else [grad]
                 self._sums[index] = grad
             if bucket.number < self._first_left:
                 self._send(bucket)
