@@ -77,7 +77,7 @@ MOST_LINES = {
     "replicas": 1560,
     "batch": 1750,
     "graph": 1330,
-    "threads": 1950,
+    "threads": 1985,
     "comm": 2785,
     "readings": 2000,
     "kernels": 2550,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
+from dataparallel import virtual
 from dataparallel.errors import locate
 from dataparallel.threads import apply, context
 from dataparallel.threads.apply import Replica, apply_replicas, current_replica, parallel_apply
@@ -335,9 +336,81 @@ def test_both_ways_are_tried_and_the_faster_one_is_kept(
     pace, ways = apply.Pace(), list[bool]()
     for _ in range(35):
         ways.append(pace.is_in_turn())
-        pace.took((in_turn if ways[-1] else at_once) / 1000, in_turn=ways[-1])
+        if pace.is_trial:
+            pace.took((in_turn if ways[-1] else at_once) / 1000, in_turn=ways[-1])
     assert any(ways) == (at_once < 250) and ways[-3:] == [kept] * 3
     assert kept or sum(ways) <= 2, "what is clearly slower is tried no longer"
+
+
+class _DeviceEvent:
+    """An event of a device that is behind the host: it happens at a time, once that has come."""
+
+    now = 0.0
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+
+    def query(self) -> bool:
+        return self._at <= _DeviceEvent.now
+
+    def elapsed_time(self, later: _DeviceEvent) -> float:
+        assert self.query() and later.query(), "the host waits for a device"
+        return (later._at - self._at) * 1000
+
+
+@pytest.mark.parametrize(
+    ("at_once", "in_turn", "kept"),
+    [
+        # Seconds of two devices, and of the host.
+        ((0.010, 0.010, 0.004), (0.010, 0.015, 0.002), False),
+        ((0.010, 0.020, 0.002), (0.015, 0.015, 0.004), True),
+        # As much on the devices.
+        ((0.010, 0.020, 0.004), (0.001, 0.0201, 0.002), True),
+        ((0.010, 0.020, 0.002), (0.010, 0.0199, 0.004), False),
+    ],
+)
+def test_the_device_that_needs_most_tells_which_way_is_faster_and_then_the_host(
+    at_once: tuple[float, ...], in_turn: tuple[float, ...], kept: bool
+) -> None:
+    pace, ways, behind = apply.Pace(), list[bool](), 0.0
+    _DeviceEvent.now = 0.0
+    for call in range(60):
+        ways.append(pace.is_in_turn())
+        *devices, host = in_turn if ways[-1] else at_once
+        if pace.is_trial:
+            behind += 1
+            events: Any = [(_DeviceEvent(behind), _DeviceEvent(behind + one)) for one in devices]
+            pace.took(host, in_turn=ways[-1], events=events)
+        # The devices come to all this long after the host has.
+        _DeviceEvent.now = max(0.0, call - 40.0)
+    assert not any(ways[25:40]), "nothing is known yet"
+    assert sum(ways[:25]) == 5 and ways[-3:] == [kept] * 3
+
+
+def test_calls_on_accelerators_are_timed_with_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    took: list[Any] = []
+    monkeypatch.setattr(apply.Pace, "is_trial", True)
+    monkeypatch.setattr(apply.Pace, "is_in_turn", lambda self: False)
+    monkeypatch.setattr(
+        apply.Pace, "took", lambda self, _, in_turn, events: took.append((in_turn, events))
+    )
+    model = dp.DataParallel(nn.Linear(3, 2), ["virtual:0", "virtual:1", "virtual:1"])
+    x = torch.ones(6, 3, device="virtual:0")
+    # The host waits for the first looks at parameters. If other tests have compiled something, the
+    # first call only shows that this one does not.
+    for _ in range(12):
+        model(x)
+    took.clear()
+    virtual.reset_counters()
+    model(x)
+    waits = virtual.counters()["host_waits"]
+    for device in ("virtual:0", "virtual:1"):
+        torch.accelerator.synchronize(device)
+    ((in_turn, events),) = took
+    assert not in_turn and waits == 0 and len(events) == 2
+    assert all(end.query() and begin.elapsed_time(end) >= 0 for begin, end in events)
 
 
 def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
@@ -346,7 +419,7 @@ def test_a_replica_that_fails_in_its_turn_lets_the_others_run(
     timed, ran, second = list[bool](), list[int](), threading.Event()
     monkeypatch.setattr(apply.Pace, "is_in_turn", lambda self: True)
     monkeypatch.setattr(apply.Pace, "is_trial", True)
-    monkeypatch.setattr(apply.Pace, "took", lambda self, _, in_turn: timed.append(in_turn))
+    monkeypatch.setattr(apply.Pace, "took", lambda self, _, in_turn, events: timed.append(in_turn))
 
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -97,6 +97,20 @@ def _device_of(arguments: Any) -> torch.device:
 _BEFORE_TRIAL, _PERIOD, _NUM_TRIED = 16, 1000, 5
 # Seconds; a call that takes longer ends the trial.
 _LONG = 0.25
+# Times of devices that differ by less than this share are the same.
+_SAME = 0.05
+
+#: For each device events before and after the work that a call has queued there.
+Events: TypeAlias = Sequence[tuple[torch.Event, torch.Event]]
+
+
+class _Timed(NamedTuple):
+    """A call that was timed."""
+
+    in_turn: bool
+    #: Those of the host.
+    seconds: float
+    events: Events
 
 
 class Pace:
@@ -106,6 +120,10 @@ class Pace:
     interpreter's lock, and hand it over at each operator. In turn they keep it. Backward needs the
     lock if code is compiled, or functions are written in Python. Nobody sees that in a module,
     so the pace times some calls either way, and keeps the faster way.
+
+    Where replicas are on accelerators, the time of a call is that of the device that needs most,
+    from the begin of the call on. It is read at a later call, when all of them have come so far.
+    The host's time decides where these times are alike: devices that are behind the host hide it.
     """
 
     #: True if the call that has begun is timed.
@@ -114,34 +132,59 @@ class Pace:
     def __init__(self) -> None:
         self._num_calls = 0
         self._in_turn = False
-        # At the same time, and in turn.
-        self._seconds: tuple[list[float], list[float]] = ([], [])
+        # The timed calls that devices may not have ended.
+        self._open: list[_Timed] = []
+        # Seconds of devices and of the host that others took: at the same time, and in turn.
+        self._seconds: tuple[list[tuple[float, float]], ...] = ([], [])
 
     def is_in_turn(self) -> bool:
         """True if the next call runs in turn."""
+        if self._open:
+            self._learn()
         self._num_calls += 1
         trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
         self.is_trial = 0 <= trial < 2 * _NUM_TRIED
         return trial % 2 == 1 if self.is_trial else self._in_turn
 
-    def took(self, seconds: float, *, in_turn: bool) -> None:
-        """Learn from the call that has ended."""
+    def took(self, seconds: float, *, in_turn: bool, events: Events = ()) -> None:
+        """Learn from the call that has ended for the host; ``events`` of devices may be to come."""
+        self._open = [*self._open, _Timed(in_turn, seconds, events)]
+        self._learn()
+
+    def _learn(self) -> None:
+        """Learn from the calls that have ended by now."""
+        # Where several threads call, a timed call may count twice, or not at all.
+        while (left := self._open) and all(end.query() for _, end in left[0].events):
+            one, self._open = left[0], left[1:]
+            spans = [begin.elapsed_time(end) / 1000 for begin, end in one.events]
+            self._seconds[one.in_turn].append((max(spans, default=one.seconds), one.seconds))
         trial = self._num_calls % _PERIOD - _BEFORE_TRIAL
-        self._seconds[in_turn].append(seconds)
         at_once, one_by_one = self._seconds
         # Twice either way says enough if the devices are busy, and turns cost most.
-        is_clear = trial == 3 and all(self._seconds) and min(one_by_one) > max(at_once)
-        if is_clear or seconds > _LONG:
-            self._num_calls += 2 * _NUM_TRIED - trial
+        is_clear = len(at_once) == len(one_by_one) == 2 and all(
+            _is_less(some, others) for some in at_once for others in one_by_one
+        )
+        is_long = any(max(took) > _LONG for took in (*at_once, *one_by_one))
+        if is_clear or is_long:
+            self._num_calls += max(2 * _NUM_TRIED - trial, 0)
             self._in_turn = False
-        elif trial == 2 * _NUM_TRIED - 1:
-            # If several threads call, all timed calls may have run in one way.
-            if all(self._seconds):
-                median = [sorted(each)[len(each) // 2] for each in self._seconds]
-                self._in_turn = median[True] < median[False]
-        else:
+        elif trial < 2 * _NUM_TRIED - 1 or self._open:
             return
-        self._seconds = ([], [])
+        # If several threads call, all timed calls may have run in one way.
+        elif at_once and one_by_one:
+            self._in_turn = _is_less(_median(one_by_one), _median(at_once))
+        self._open, self._seconds = [], ([], [])
+
+
+def _median(took: Sequence[tuple[float, float]]) -> list[float]:
+    return [sorted(each)[len(took) // 2] for each in zip(*took, strict=True)]
+
+
+def _is_less(some: Sequence[float], others: Sequence[float]) -> bool:
+    """True if devices need less, or about as much, and the host less."""
+    if abs(some[0] - others[0]) < _SAME * others[0]:
+        return some[1] < others[1]
+    return some[0] < others[0]
 
 
 # --- the entry that the wrappers use ---------------------------------------------------------
@@ -189,16 +232,24 @@ def apply_replicas(
         # In turn, replicas leave a core to threads that spin.
         for pause in pauses(tuple(devices), os.getpid()) if turns is None else ():
             pause()
-        begin = time.perf_counter()
+        timed = pace is not None and pace.is_trial and not any(map(_devices.is_capturing, devices))
+        begin, before = time.perf_counter(), _events(devices) if timed else []
         release = functools.partial(meeting.close, "the call was interrupted")
         own = exclusive.lock.share(None)
         try:
             results = (pools or _shared_pools).run(tasks, run.label, on_interrupt=release)
         finally:
             exclusive.lock.share(own)
-        if pace is not None and pace.is_trial and not (compiles and compiles.has_compiled):
-            pace.took(time.perf_counter() - begin, in_turn=turns is not None)
+        if pace is not None and timed and not (compiles and compiles.has_compiled):
+            events = list(zip(before, _events(devices), strict=True))
+            pace.took(time.perf_counter() - begin, in_turn=turns is not None, events=events)
         return results
+
+
+def _events(devices: Sequence[torch.device]) -> list[torch.Event]:
+    """Return an event for each accelerator, when it has come as far as this thread has queued."""
+    found = map(_devices.timing_event, dict.fromkeys(devices))
+    return [event for event in found if event is not None]
 
 
 @dataclass(frozen=True)
