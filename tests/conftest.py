@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dataparallel.virtual
+from dataparallel import torch_internals
 from dataparallel.tools.bench import harness
 from tests import forkserver
 from tests.cluster import Cluster
@@ -61,6 +62,12 @@ def slots(request: pytest.FixtureRequest) -> list[str]:
     if request.param == "cpu":
         return ["cpu"] * 4
     return [f"virtual:{i}" for i in range(4)]
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards as in a process that compiles nothing; those of others wait at their start."""
+    monkeypatch.setattr(torch_internals, "is_anything_compiled", lambda: False)
 
 
 @pytest.fixture

@@ -108,12 +108,12 @@ def test_replicas_with_gradient_edges_wait_for_sums_at_the_end(num_devices: int)
         assert "aten::cat" not in names[names.index("wait") :]
 
 
-def test_a_broadcast_is_relayed() -> None:
+def test_a_broadcast_is_sent_on_from_device_to_device() -> None:
     x = torch.randn(3 * MIB // 4, device=DEVICES[0])
     virtual.reset_counters()
     comm.broadcast(x, DEVICES)
     sent, received = ports()
-    assert sent == {0: 3 * MIB, 1: 2 * MIB, 2: 2 * MIB, 3: 2 * MIB}
+    assert sent == dict.fromkeys((0, 1, 2), 3 * MIB)
     assert received == dict.fromkeys((1, 2, 3), 3 * MIB)
 
 
@@ -388,7 +388,7 @@ def broadcast(given: Sequence[Tensor]) -> None:
 def test_what_has_failed_half_way_reads_nothing_that_is_written_afterwards(
     call: Callable[[Sequence[Tensor]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, left = routes._Route.copy, iter([True] * 4)
+    copy, left = routes._Route.copy, iter([True] * 2)
 
     def copy_some(*args: Any, **kwargs: Any) -> None:
         if not next(left, False):

@@ -27,7 +27,7 @@ STREAMS = {index: torch.Stream(torch.device("virtual", index)) for index in EACH
 
 
 @pytest.fixture(autouse=True)
-def _strict() -> Iterator[None]:
+def _strict(nothing_compiled: None) -> Iterator[None]:
     with virtual.strict_mode():
         yield
         for index in EACH:

@@ -2,21 +2,26 @@
 
 Note [Hubs]
 ~~~~~~~~~~~
-One of N devices is the home. If it sent P bytes to each of the others and received as many, a step
-would take as long as its link needs for (N - 1) P. Links between the others would idle. So a flat
-tensor is cut into pieces, and each piece has a hub among the other devices:
+One of N devices is the home. If it received P bytes from each of the others and sent as many, a
+step would take as long as its link needs for (N - 1) P. Links between the others would idle. So a
+flat tensor is cut into pieces, and each piece of a sum has a hub among the other devices. Its terms
+go straight to the hub, which adds them and sends the sum home.
 
-- In a sum, the terms of a piece go straight to its hub, which adds them and sends the sum home.
-- In a broadcast, the home sends a piece to its hub, which sends it on to all others.
-
-Per sum and per broadcast, the home sends and receives P, and so does each other device, or a little
-less: 2 P per direction of each link in a step of training. The home is no hub, since it has to
-send or receive everything in any case. A piece is copied N times for a sum (its hub has its own
-term) and N - 1 times for a broadcast.
+Per sum the home receives P, and each other device sends and receives P or a little less. The home
+is no hub, since it has to receive everything in any case. A piece is copied N times, since its hub
+has its own term.
 
 The hub of a piece is the device through which the least has gone until then, so that small tensors
 are spread, too. A sum does not depend on it: terms are added in the order of the replicas wherever
 they are (see Note [Order of a sum] in ``comm/local.py``).
+
+Note [Chains]
+~~~~~~~~~~~~~
+In a broadcast the home sends each piece to the next device, which sends it on to the one after it.
+So every device receives P and sends P, but the last one. The last has all of it N - 2 pieces after
+the second. Each port has one copy to receive and one to send at a time. So no two copies share a
+port, and pieces arrive in the order in which they were sent. With hubs they arrive in any order,
+and, simulated on the machine file ``pcie4`` with eight devices, they take a quarter longer.
 
 Note [Streams of a route]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -56,8 +61,10 @@ MIN_PIECE_BYTES = 2**20
 MAX_PIECE_BYTES = 32 * 2**20
 #: The staging memory of a hub holds a bucket, but for its own term.
 MAX_BUCKET_BYTES = 100 * 2**20
-#: With so many pieces each hub moves about as much as the others.
+#: With so many pieces each hub of sums moves about as much as the others.
 _PIECES_PER_HUB = 4
+#: With so many pieces the last device of a chain is done soon after the first one.
+_PIECES_OF_CHAIN = 24
 #: Pieces begin at multiples of it, as memory of the allocators does.
 _ALIGNMENT = 256
 
@@ -209,7 +216,7 @@ def _current_streams(places: Iterable[torch.device]) -> dict[torch.device, torch
 
 
 class FlatBroadcast:
-    """Flat tensors of one device on their way to several others. See Note [Hubs].
+    """Flat tensors of one device on their way to several others. See Note [Chains].
 
     Args:
         home: Where they are.
@@ -220,21 +227,26 @@ class FlatBroadcast:
     def __init__(self, home: torch.device, places: Sequence[torch.device], num_bytes: int) -> None:
         self._home, self._places = home, list(places)
         self._current = _current_streams((home, *places))
-        fine = num_bytes // (_PIECES_PER_HUB * len(places))
-        self._piece_bytes = min(max(fine, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-        # By hub the bytes that it sends on.
-        self._loads = dict.fromkeys(self._places, 0)
-        self._used: set[tuple[torch.device, torch.device]] = set()
-        # Those over which memory leaves to which others may write afterwards.
-        self._exposed: set[tuple[torch.device, torch.device]] = set()
+        # Copies wait for the work that was queued on the current streams before the first.
+        self._free: dict[torch.device, torch.Event] = {}
+        # Nobody waits for a piece if there is nobody to send it on.
+        # Each device costs the host another copy.
+        fine = max(num_bytes // _PIECES_OF_CHAIN, 4 * MIN_PIECE_BYTES)
+        self._piece_bytes = min(fine, MAX_PIECE_BYTES) if len(places) > 1 else num_bytes
+        #: True if memory leaves home to which others may write afterwards.
+        self._is_exposed = False
 
-    def send(self, flat: torch.Tensor, targets: Sequence[torch.Tensor], *, is_packed: bool) -> None:
-        """Copy into one tensor per place, behind what is queued on the current streams there.
+    def send(
+        self, flat: torch.Tensor, targets: Sequence[torch.Tensor], *, is_packed: bool
+    ) -> dict[torch.device, torch.Event]:
+        """Copy into one tensor per place, behind what was queued there before the first one.
 
-        With ``is_packed`` nobody else has the tensor.
+        With ``is_packed`` nobody else has the tensor. Returns for each place the event after which
+        it has everything that was sent until now.
         """
-        free = {place: _devices.record_event(self._current[place]) for place in self._places}
-        self._send(flat, targets, free, is_packed)
+        if not self._free:
+            self._free = {p: _devices.record_event(self._current[p]) for p in self._places}
+        return self._send(flat, targets, self._free, is_packed)
 
     def copies(self, flat: torch.Tensor, *, is_packed: bool) -> list[torch.Tensor]:
         """Return copies, one per place, which do not wait for computation there."""
@@ -249,7 +261,7 @@ class FlatBroadcast:
             self._send(flat, made, free, is_packed)
         except BaseException:
             # Copies under way read and write memory that nobody will have.
-            for source, place in self._used:
+            for source, place in self._routes():
                 _copy_stream(place).wait_stream(_route(source, place).entering)
                 _copy_stream(source).wait_stream(_route(source, place).leaving)
             raise
@@ -263,39 +275,35 @@ class FlatBroadcast:
         targets: Sequence[torch.Tensor],
         free: Mapping[torch.device, torch.Event],
         is_packed: bool,
-    ) -> None:
+    ) -> dict[torch.device, torch.Event]:
+        """Copy when targets are free; returns for each place the event after which it has all."""
         # A copy of a lazy conjugate would make a tensor on the way, on streams of several devices.
         flat = flat.resolve_conj().resolve_neg()
+        self._is_exposed |= not is_packed
         ready = _devices.record_event(self._current[self._home])
-        on = dict(zip(self._places, targets, strict=True))
+        has_come: dict[torch.device, torch.Event] = {}
         with _devices.restored_streams(self._current.values()) as switch:
             for piece in _cut(flat, -(-flat.nbytes // self._piece_bytes) or 1):
-                hub = min(self._loads, key=self._loads.__getitem__)
-                if not is_packed:
-                    self._exposed.add((self._home, hub))
-                here, there = flat[piece], on[hub][piece]
-                self._loads[hub] += here.nbytes
-                first = self._through(self._home, hub)
-                first.copy(here, there, ready, switch, free=free[hub])
-                here.record_stream(first.leaving)
-                has_come = _devices.record_event(first.entering)
-                for other in self._places:
-                    if other != hub:
-                        self._exposed.add((hub, other))
-                        # It stays until the end, for which its device waits.
-                        way = self._through(hub, other)
-                        way.copy(there, on[other][piece], has_come, switch, free=free[other])
+                here, event = flat[piece], ready
+                for (source, place), target in zip(self._routes(), targets, strict=True):
+                    way, there = _route(source, place), target[piece]
+                    way.copy(here, there, event, switch, free=free[place])
+                    if source == self._home:
+                        here.record_stream(way.leaving)
+                    # It stays until the end, for which its device waits.
+                    here, event = there, _devices.record_event(way.entering)
+                    has_come[place] = event
+        return has_come
 
-    def _through(self, source: torch.device, destination: torch.device) -> _Route:
-        self._used.add((source, destination))
-        return _route(source, destination)
+    def _routes(self) -> Iterable[tuple[torch.device, torch.device]]:
+        return itertools.pairwise((self._home, *self._places))
 
     def end(self) -> None:
         """Let what is queued from now on wait: it may read copies, and write what was copied."""
-        for source, place in self._used:
+        for source, place in self._routes():
             self._current[place].wait_stream(_route(source, place).entering)
-        for source, place in self._exposed:
-            self._current[source].wait_stream(_route(source, place).leaving)
+            if source != self._home or self._is_exposed:
+                self._current[source].wait_stream(_route(source, place).leaving)
 
 
 # --- sum -----------------------------------------------------------------------------------------

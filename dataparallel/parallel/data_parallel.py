@@ -301,15 +301,17 @@ class DataParallel(nn.DataParallel[ModuleT]):
             args, named = chunks.args, chunks.kwargs
             if reduction is not None:
                 args, named = reduction.begin(args, named)
+            criteria = [] if loss is None else self._criteria(loss, len(args))
+            recorder = None if reduction is None else reduction.training.recorder
             replicas: Sequence[Any] = [module]
             if not direct:
-                replicas = self.replicate(module, self.device_ids[: len(args)])
-            called: Sequence[Any] = replicas
-            if reduction is not None and (recorder := reduction.training.recorder) is not None:
+                replicas = self._replicas(len(args), defers=recorder is None)
+            called = replicas
+            if reduction is not None and recorder is not None:
                 called = recorder.replace(reduction.training.clones, replicas, args, named)
-            criteria = [] if loss is None else self._criteria(loss, len(args))
         with runner.using((module, replicas), (loss and loss.module, criteria)) as used:
-            with watch(chunks.shared) if chunks.shared else nullcontext():
+            shared = watch(chunks.shared) if chunks.shared else nullcontext()
+            with shared, used[0].watching() if used else nullcontext():
                 if loss is None:
                     outputs = self.parallel_apply(called, args, named)
                 else:
@@ -418,9 +420,18 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Return the clones that run the next forward; override to change them."""
+        return self._lend(module, len(device_ids))
+
+    def _replicas(self, count: int, *, defers: bool) -> Sequence[Any]:
+        """Return the clones of one forward, to which values may be on their way."""
+        if getattr(self.replicate, "__func__", None) is DataParallel.replicate:
+            return self._lend(self.module, count, defers=defers)
+        return self.replicate(self.module, self.device_ids[:count])
+
+    def _lend(self, module: ModuleT, count: int, *, defers: bool = False) -> list[ModuleT]:
         training = self._training
         standing = None if training is None else training.clones
-        return self._runner.lend(module, len(device_ids), standing)
+        return self._runner.lend(module, count, standing, defers=defers)
 
     def parallel_apply(
         self, replicas: Sequence[ModuleT], inputs: Sequence[Any], kwargs: Any

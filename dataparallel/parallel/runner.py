@@ -75,11 +75,17 @@ class Runner:
     # --- clones ----------------------------------------------------------------------------------
 
     def lend(
-        self, module: nn.Module, num_replicas: int, standing: ModuleClones | None = None
+        self,
+        module: nn.Module,
+        num_replicas: int,
+        standing: ModuleClones | None = None,
+        *,
+        defers: bool = False,
     ) -> list[Any]:
         """Return replicas of a module for the first slots, up to date; see :meth:`using`.
 
-        They are those of ``standing``, if these are clones of the module.
+        They are those of ``standing``, if these are clones of the module; with ``defers`` until
+        they are released, see :meth:`ModuleClones.refresh`.
         """
         if len(set(self.devices)) > 1 and is_capturing(self.devices[0]):
             raise RuntimeError(
@@ -90,7 +96,7 @@ class Runner:
         if standing is None or standing.module is not module:
             standing = self._take_idle(module) or self.make_clones(module)
         detach = not torch.is_grad_enabled()
-        return standing.refresh(num_replicas, detach=detach, marks=True)
+        return standing.refresh(num_replicas, detach=detach, marks=True, defers=defers)
 
     @contextlib.contextmanager
     def using(self, *lent: tuple[object, Sequence[Any]]) -> Iterator[list[ModuleClones]]:

@@ -35,26 +35,32 @@ container have one copy. Changes of replica 0 are made in the original's own con
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import itertools
 import logging
 import types
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dataparallel import torch_internals
+from dataparallel.comm.routes import has_links
 from dataparallel.devices import DeviceLike, is_capturing, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
+
+if TYPE_CHECKING:
+    from dataparallel.replicas.arrivals import Arrivals, Gate
 
 #: The tables in which a module keeps its named parts.
 REGISTRIES = ("_parameters", "_modules", "_buffers")
@@ -331,6 +337,9 @@ class ModuleClones:
         #: True if their parameters are leaves. See Note [Standing clones].
         self.are_standing = leaves is not None
         self._parameters = Values(devices) if leaves is None else leaves.values
+        # Made before the first clones are filled, if a forward need not wait at its start.
+        self._arrivals: Arrivals | None = None
+        self._may_arrive = leaves is not None and has_links(devices[0], devices)
         self._buffers, self._loose = Values(devices, buffer_sharing), Values(devices, "first")
         self._was_training = module.training
         self._num_replicas = 0
@@ -383,9 +392,18 @@ class ModuleClones:
         self._parts = parts
         return True
 
-    def refresh(self, num_replicas: int, *, detach: bool, marks: bool = False) -> list[nn.Module]:
-        """Bring the clones up to date, or make new ones; ``marks`` is for :func:`clones_of`."""
+    def refresh(
+        self, num_replicas: int, *, detach: bool, marks: bool = False, defers: bool = False
+    ) -> list[nn.Module]:
+        """Bring the clones up to date, or make new ones; ``marks`` is for :func:`clones_of`.
+
+        With ``defers``, new values may still be on their way until :meth:`release`. See Note [Waits
+        at the first use].
+        """
         self.release()
+        if self._may_arrive and torch_internals.is_anything_compiled():
+            self._may_arrive, self._arrivals = False, None
+            self._drop()
         if self._leaves is None or self._parts is None:
             self.follow()
         if self._parts is None:
@@ -394,7 +412,7 @@ class ModuleClones:
                 "prepared; replace them between two forwards"
             )
         self._num_replicas, parts = num_replicas, self._parts
-        indices: Iterable[int] = parts.loose
+        indices: Collection[int] = parts.loose
         containers = parts.loose_containers
         if not self._filled:
             home = self._devices[0]
@@ -411,13 +429,43 @@ class ModuleClones:
                 for _ in range(count)
             ]
             self.first = self._counterparts[0][id(self.module)]
-        self._give_tensors(parts, detach=detach)
+            if self._leaves is not None and self._may_arrive and self._arrivals is None:
+                # Imported late: most have one device.
+                from dataparallel.replicas.arrivals import Arrivals
+
+                self._arrivals = Arrivals(self._leaves, self._devices)
+        try:
+            self._give_tensors(parts, detach=detach, defers=defers and self._arrivals is not None)
+            self._fill(parts, indices, containers, marks=marks)
+            if self._arrivals is not None:
+                self._arrivals.begin(self._kind())
+        except BaseException:
+            self.release()
+            raise
+        self._filled, self._is_forward = self._leaves is not None, True
+        return [replica[id(self.module)] for replica in self._counterparts[:num_replicas]]
+
+    def _kind(self) -> tuple[bool, bool]:
+        """Return the kind of a forward that comes now."""
+        return self.module.training, torch.is_grad_enabled()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a context in which the replicas run. See Note [Waits at the first use]."""
+        if self._arrivals is None:
+            return contextlib.nullcontext()
+        return self._arrivals.watching(self._kind())
+
+    def _fill(
+        self, parts: Parts, indices: Collection[int], containers: Sequence[Any], *, marks: bool
+    ) -> None:
+        """Fill the clones of some modules, and note what is in all."""
         for replica in self._counterparts:
             replica.update({id(one): _copied(one, replica) for one in containers})
+        gates = {} if self._arrivals is None else self._arrivals.gates
         for index in indices:
             module, names = parts.modules[index], parts.references.get(index, ())
-            for replica in self._counterparts:
-                fill(module, replica[id(module)], names, replica)
+            for number, replica in enumerate(self._counterparts):
+                fill(module, replica[id(module)], names, replica, gates.get(number))
         if indices:
             if marks:
                 # Until their forward, nobody else has those that are made for one alone.
@@ -430,18 +478,22 @@ class ModuleClones:
                 clones = [replica[id(module)] for module in parts.modules]
                 self._looks.append(_looks_at(clones))
                 if parts.containers:
-                    held = _Contents(replica[id(one)] for one in parts.containers)
-                    self._contents.append(held)
-        self._filled, self._is_forward = self._leaves is not None, True
-        return [replica[id(self.module)] for replica in self._counterparts[:num_replicas]]
+                    content = _Contents(replica[id(one)] for one in parts.containers)
+                    self._contents.append(content)
+        if self._arrivals is not None and not self._filled:
+            places = Counter(map(id, _joined(map(dict.values, _tables(parts.modules)[1::4]))))
+            # The counterparts, the tables and the looks at these.
+            held = [1 + 2 * places[id(one)] for one in parts.parameters]
+            for gate in gates.values():
+                gate.expect(held)
 
     # --- tensors of the replicas -----------------------------------------------------------------
 
-    def _give_tensors(self, parts: Parts, *, detach: bool) -> None:
+    def _give_tensors(self, parts: Parts, *, detach: bool, defers: bool) -> None:
         training, count = self.module.training, len(self._counterparts)
         now = training != self._was_training
         self._was_training = training
-        values = self._parameters.update(parts.parameters, count, now=now)
+        values = self._parameters.update(parts.parameters, count, now=now, defers=defers)
         if self._leaves is None:
             self._set(parts.parameters, values, detach=detach)
         elif not self._filled:
@@ -498,6 +550,8 @@ class ModuleClones:
 
         Returns whether they have assigned something to attributes.
         """
+        if self._arrivals is not None:
+            self._arrivals.end()
         written = set(map(id, self._parameters.written()))
         if written:
             names = [name for name, p in self.module.named_parameters() if id(p) in written]
@@ -675,6 +729,8 @@ class ModuleClones:
 
     def release(self) -> None:
         """End a forward. If it was not committed, nothing is known of the clones any more."""
+        if self._arrivals is not None:
+            self._arrivals.end()
         if self._is_forward:
             # It has failed; batch norm writes its statistics without a trace.
             self._buffers.forget()
@@ -702,13 +758,14 @@ class _Look:
 
     def __init__(self, tables: Sequence[dict[str, Any]], others: Iterable[Any] = ()) -> None:
         self._tables, self._filled = tables, list(filter(None, tables))
+        self._keys = list(map(dict.keys, self._filled))
         self._views = list(map(dict.values, self._filled))
         self._empty = list(itertools.filterfalse(None, itertools.chain(tables, others)))
         self.note()
 
     def note(self) -> None:
         """From now on they are as they are now; none was empty that is filled."""
-        self._names = list(_joined(self._filled))
+        self._names = list(_joined(self._keys))
         self._values = list(_joined(self._views))
         self._sizes = list(map(len, self._tables))
 
@@ -717,7 +774,7 @@ class _Look:
         # As many names, so as many values.
         return (
             not any(self._empty)
-            and list(_joined(self._filled)) == self._names
+            and list(_joined(self._keys)) == self._names
             and all(map(is_, _joined(self._views), self._values))
         )
 
@@ -787,9 +844,16 @@ def _differ(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def fill(
-    module: nn.Module, clone: nn.Module, references: Sequence[str], counterparts: Counterparts
+    module: nn.Module,
+    clone: nn.Module,
+    references: Sequence[str],
+    counterparts: Counterparts,
+    gate: Gate | None = None,
 ) -> None:
-    """Give a clone the attributes of its original, with the replica's own parts in them."""
+    """Give a clone the attributes of its original, with the replica's own parts in them.
+
+    Values of its parameters come through ``gate``, if there is one.
+    """
     attributes = module.__dict__.copy()
     for name in references:
         value = attributes[name]
@@ -799,7 +863,9 @@ def fill(
         # Most are empty.
         if parts := attributes[registry]:
             others = map(counterparts.get, map(id, parts.values()))
-            attributes[registry] = dict(zip(parts, others, strict=True))
+            table = dict(zip(parts, others, strict=True))
+            gated = gate if registry == "_parameters" else None
+            attributes[registry] = table if gated is None else gated.table(table)
         else:
             attributes[registry] = {}
     for name in torch_internals.MODULE_HOOKS:

@@ -44,7 +44,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, eq, is_, itemgetter, ne
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ from torch.optim.optimizer import (
 from dataparallel import devices, torch_internals
 from dataparallel.comm.checksum import checksum
 from dataparallel.comm.local import copies_of, pack
-from dataparallel.comm.routes import FlatBroadcast, has_idle_links
+from dataparallel.comm.routes import MAX_PIECE_BYTES, FlatBroadcast, has_links
 from dataparallel.kernels.memory import is_dense
 
 #: Slots that share memory. ``"device"``: all slots on one device, those on the originals' device
@@ -66,6 +66,9 @@ Sharing: TypeAlias = Literal["device", "first", "none"]
 
 # The number of comparisons of one list of tensors for which the host waits.
 _LOOKS_AT_ONCE = 8
+# Copies that are written in place lie together in order, in at most so many pieces of memory and
+# those of large tensors: a forward waits for a piece when it comes to it.
+_NUM_STAGES = 32
 # The number of parts that are compared in turn, and the bytes from which there is more than one.
 _NUM_PARTS, _PART_BYTES = 16, 16 * 2**20
 
@@ -176,6 +179,14 @@ class _Place:
                 self.flats.append((members, flat))
 
 
+class Sending(NamedTuple):
+    """New values that are on their way to all copies that lie in flat memory."""
+
+    broadcast: FlatBroadcast
+    #: By the number of a flat, the event after which a device has it and those before.
+    arrivals: dict[int, dict[torch.device, torch.Event]]
+
+
 class Values:
     """A changing list of tensors on fixed device slots, copied again only if one has changed.
 
@@ -216,11 +227,23 @@ class Values:
         self._looks = 0
         # On its way from the device: whether what was compared differs.
         self._answer: tuple[torch.Tensor, torch.Event] | None = None
+        #: The values for which no stream waits yet; see :meth:`settle`.
+        self.sending: Sending | None = None
 
     def update(
-        self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        num_slots: int,
+        *,
+        now: bool = False,
+        defers: bool = False,
     ) -> list[list[torch.Tensor]]:
-        """Return the values of ``tensors``, all on one device, for the first slots."""
+        """Return the values of ``tensors``, all on one device, for the first slots.
+
+        With ``defers`` they may still be on their way until :meth:`settle`.
+        """
+        if self.sending is not None:
+            self.settle()
         if not _are_same(tensors, self._originals):
             self._originals = list(tensors)
             self._places = self._make_places() if tensors else [None] * len(self._devices)
@@ -244,6 +267,8 @@ class Values:
             if same and self._differ(places[latest], same, traces, now=now):
                 stale = [everything] * len(places)
             self._copy(places, stale, traces)
+            if self.sending is not None and not defers:
+                self.settle()
             self._found = traces[1:]
         else:
             self._found = versions(self._originals), steps_of(self._originals)
@@ -253,6 +278,18 @@ class Values:
         """Copy again what changes that have left a trace have made stale, and nothing else."""
         places, traces = self._used, self._traces()
         self._copy(places, [place.stale(traces) for place in places], traces)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the streams that were current then wait for values that are on their way."""
+        sending, self.sending = self.sending, None
+        if sending is not None:
+            sending.broadcast.end()
+
+    def flats_of(self, slot: int) -> list[tuple[list[int], torch.Tensor]]:
+        """Return the pieces of memory of a slot that travel whole, each with whose it is."""
+        place = self._places[slot]
+        return [] if place is None else place.flats
 
     def forget(self) -> None:
         """Copy everything next time; somebody may have written copies without a trace."""
@@ -316,9 +353,10 @@ class Values:
         with torch.inference_mode(False), torch.no_grad():
             if is_there:
                 made = [[place.copies[i] for i in indices] for place in due]
-                _write(due, dict(zip(indices, originals, strict=True)), traces)
+                self.sending = _write(due, dict(zip(indices, originals, strict=True)), traces)
             else:
-                made = _copies(originals, [place.device for place in due], self._dtype)
+                targets = [place.device for place in due]
+                made = _copies(originals, targets, self._dtype, in_order=self._in_place)
             for place, copies in zip(due, made, strict=True):
                 place.keep(indices, copies, traces)
                 if self._in_place and not is_there and place.device != originals[0].device:
@@ -347,11 +385,8 @@ class Values:
     def _divide(self, indices: list[int]) -> list[list[int]]:
         """Divide tensors into parts of about as many bytes, in their order."""
         sizes = [self._originals[i].nbytes for i in indices]
-        limit = max(_PART_BYTES, -(-sum(sizes) // _NUM_PARTS))
-        parts: dict[int, list[int]] = {}
-        for i, end in zip(indices, itertools.accumulate(sizes), strict=True):
-            parts.setdefault(max(end - 1, 0) // limit, []).append(i)
-        return list(parts.values())
+        parts = _divide(sizes, max(_PART_BYTES, -(-sum(sizes) // _NUM_PARTS)))
+        return [[indices[k] for k in part] for part in parts]
 
     def _part_differs(self, place: _Place, number: int) -> torch.Tensor:
         """Return a tensor that is true if originals in a part are not what ``place`` has."""
@@ -527,14 +562,19 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _write(places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Traces) -> None:
-    """Write copies anew: those that lie in one piece together, if all of them are due."""
+def _write(
+    places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Traces
+) -> Sending | None:
+    """Write copies anew: those that lie in one piece together, if all of them are due.
+
+    Returns what is on its way between accelerators.
+    """
     away = [place for place in places if place.is_laid_out_as(traces)]
     home = next(iter(left.values())).device
     sending = None
-    if has_idle_links(home, [place.device for place in away]):
+    if has_links(home, [place.device for place in away]):
         num_bytes = sum(original.nbytes for original in left.values())
-        sending = FlatBroadcast(home, [place.device for place in away], num_bytes)
+        sending = Sending(FlatBroadcast(home, [place.device for place in away], num_bytes), {})
     rest = dict(left)
     try:
         for number, (members, like) in enumerate(away[0].flats if away else ()):
@@ -543,25 +583,36 @@ def _write(places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Tra
             flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
             targets = [place.flats[number][1] for place in away]
             if sending is not None:
-                sending.send(flat, targets, is_packed=len(members) > 1)
+                packed = len(members) > 1
+                arrived = sending.broadcast.send(flat, targets, is_packed=packed)
+                sending.arrivals[number] = arrived
             else:
                 for target in targets:
                     target.copy_(flat, non_blocking=True)
             torch.autograd.graph.increment_version([p.copies[i] for p in away for i in members])
-    finally:
+        for place in places:
+            some = rest if place in away else left
+            if some:
+                copies = [place.copies[i] for i in some]
+                torch_internals.foreach_copy_(copies, [o.detach() for o in some.values()])
+    except BaseException:
         if sending is not None:
-            sending.end()
-    for place in places:
-        some = rest if place in away else left
-        if some:
-            copies = [place.copies[i] for i in some]
-            torch_internals.foreach_copy_(copies, [o.detach() for o in some.values()])
+            sending.broadcast.end()
+        raise
+    return sending
 
 
 def _copies(
-    originals: Sequence[torch.Tensor], targets: Sequence[torch.device], dtype: torch.dtype | None
+    originals: Sequence[torch.Tensor],
+    targets: Sequence[torch.device],
+    dtype: torch.dtype | None,
+    *,
+    in_order: bool,
 ) -> list[list[torch.Tensor]]:
-    """Copies on each device, of each original's own class and with its attributes."""
+    """Copies on each device, of each original's own class and with its attributes.
+
+    With ``in_order`` small ones lie together with those next to them, otherwise with any.
+    """
     source = originals[0].device
     others = [device for device in targets if device != source]
     made: list[list[Any]] = [[None] * len(originals) for _ in targets]
@@ -571,12 +622,28 @@ def _copies(
         values = [originals[i] for i in indices]
         if dtype is not None:
             values = [v.to(dtype) if v.is_floating_point() else v for v in values]
-        sent = iter(copies_of(values, others) if others else ())
-        for row, to in zip(made, targets, strict=True):
-            copies = [v.detach().clone() for v in values] if to == source else next(sent)
-            for i, copy in zip(indices, copies, strict=True):
-                row[i] = _dressed(copy, originals[i])
+        for stage in _stages(values) if in_order else [range(len(values))]:
+            some = [values[k] for k in stage]
+            sent = iter(copies_of(some, others) if others else ())
+            for row, to in zip(made, targets, strict=True):
+                copies = [v.detach().clone() for v in some] if to == source else next(sent)
+                for k, copy in zip(stage, copies, strict=True):
+                    row[indices[k]] = _dressed(copy, originals[indices[k]])
     return made
+
+
+def _stages(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Divide tensors into stages of about as many bytes, in their order; returns their numbers."""
+    limit = max(MAX_PIECE_BYTES, sum(tensor.nbytes for tensor in tensors) // _NUM_STAGES)
+    return _divide([tensor.nbytes for tensor in tensors], limit)
+
+
+def _divide(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Divide a sequence into parts of about as many bytes; returns the numbers in each."""
+    parts: dict[int, list[int]] = {}
+    for i, end in enumerate(itertools.accumulate(sizes)):
+        parts.setdefault(max(end - 1, 0) // limit, []).append(i)
+    return list(parts.values())
 
 
 def _dressed(value: torch.Tensor, original: torch.Tensor) -> Any:
