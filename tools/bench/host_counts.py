@@ -19,7 +19,7 @@ from dataparallel import devices, kernels, tools
 from dataparallel.torch_internals import address_of_storage, dispatch_mode
 
 #: Operators that do nothing but copy; each returns, or is given first, what it has written.
-_COPIES = ("copy_", "to_copy", "clone", "cat", "stack", "foreach_copy_")
+_COPIES = ("copy_", "to_copy", "clone", "cat", "stack", "flatten_dense_tensors", "foreach_copy_")
 
 
 def _folder(module: Any) -> str:
