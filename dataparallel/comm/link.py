@@ -285,8 +285,8 @@ class ProcessLink:
                 raise self.failed(pending.where, pending.started, reason)
 
     def forget(self) -> None:
-        """Raise no late error for what is under way."""
-        self._under_way.clear()
+        """Raise no late error for what is under way, or is being launched by another thread."""
+        self._under_way = deque(maxlen=0)
 
     def _watch(self) -> None:
         """Give up where a process has failed, until all that is under way has ended."""

@@ -6,6 +6,8 @@ import datetime
 import os
 import pathlib
 import time
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from dataparallel.comm.errors import CollectiveError, CollectiveTimeout
 from dataparallel.comm.link import ProcessLink
 from dataparallel.virtual import strict_mode
 from tests.cluster import Cluster, RankDied
+from tests.ddp_cases import FailInBackward
 from tests.device_only.backend import take_records
 from tests.device_only.cases import (
     State,
@@ -114,6 +117,36 @@ def test_new_links_let_nothing_be_forgotten(cluster: Cluster) -> None:
     assert "for 'left' over 2 processes" in first[0]
     assert second[0].startswith("rank 1:") and "for 'right' over 2 processes" in second[0]
     check([first[1], second[1]], train_bare(numbers=[0]))
+
+
+def launch_while_failing(rank: int, size: int) -> State:
+    """The backward of all ranks fails, and another thread has a bucket to launch meanwhile."""
+    net, here, errors = make_net(), f"virtual:{rank}", [ArithmeticError("on purpose")]
+    model = wrap(net, rank)
+    optimizer, report = optimizer_of(model), ProcessLink.report
+    steps(model, rank, [0], optimizer)
+
+    def report_late(link: ProcessLink, *args: Any, **kwargs: Any) -> None:
+        # The thread has looked for failures just before.
+        model._training.processes.buckets.all_reduce(torch.ones(3, device=here), what="a bucket")
+        report(link, *args, **kwargs)
+
+    def failing(_: Any, __: Any, output: torch.Tensor) -> Any:
+        return FailInBackward.apply(output, errors.pop() if errors else None)
+
+    next(net.children()).register_forward_hook(failing)
+    with (
+        mock.patch.object(ProcessLink, "report", report_late),
+        pytest.raises(ArithmeticError, match="on purpose"),
+    ):
+        steps(model, rank, [1], optimizer)
+    steps(model, rank, [2], optimizer)
+    return state_of(model)
+
+
+def test_an_error_that_was_raised_is_not_raised_again(cluster: Cluster) -> None:
+    results = cluster.run(launch_while_failing, 2, virtual=True, backend="vccl")
+    check(results, train_bare(numbers=[0, 2]))
 
 
 def give_up_what_is_under_way(rank: int, size: int) -> str:
