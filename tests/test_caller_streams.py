@@ -401,3 +401,38 @@ def test_a_backward_on_other_streams_than_its_forward(
     with strict_but(schedule):
         got = in_thread(functools.partial(work, wrap, DEVICES, sides))
     assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("sides", SIDES[1:], ids=str)
+def test_graphs_are_replayed_on_other_streams_in_each_step(
+    sides: Sequence[int], outside: bool
+) -> None:
+    """Replays use the same memory; a backward may be called ``outside`` of the streams."""
+    bare = net()
+    module = copy.deepcopy(bare).to(DEVICES[0])
+    model = captured(module, DEVICES)
+
+    def train_some(forward: Any, trained: nn.Module, device: torch.device) -> list[Tensor]:
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            x = torch.randn(12, 20, generator=torch.Generator().manual_seed(step)).to(device)
+            with on_others(sides if forward is model else ()):
+                loss = forward(x).square().mean()
+                if not outside:
+                    loss.backward()
+            if outside:
+                loss.backward()
+            for parameter in trained.parameters() if forward is model else ():
+                assert parameter.grad is not None
+                devices.record_stream(parameter.grad, devices.current_stream(device))
+            optimizer.step()
+            del loss
+        return [p.detach().cpu() for p in trained.parameters()]
+
+    expected = train_some(bare, bare, torch.device("cpu"))
+    with virtual.strict_mode():
+        got = train_some(model, module, DEVICES[0])
+        model.close()
+    assert_all_close(got, expected, rtol=1e-3, atol=1e-5)
