@@ -106,9 +106,20 @@ uses_of_tensor: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_coun
 #: Call a function when the backward that runs now has ended; not called if it fails.
 when_backward_ends: Any = _private("torch.autograd.Variable._execution_engine.queue_callback")
 
+#: The hooks that run before a module's forward, by number.
+forward_pre_hooks: Callable[[Any], dict[int, Any]] = operator.attrgetter("_forward_pre_hooks")
+
 #: The tables of a module's hooks that its forward may add to. A clone has its own where they are
 #: empty.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def module_hooks(module: Any) -> list[Any]:
+    """Return the hooks of a module that run with its forward and its backward."""
+    tables = map(vars(module).get, MODULE_HOOKS)
+    return [hook for table in tables if table for hook in table.values()]
+
+
 #: True if a tensor can take the memory of another one and stay the object that it is; ``module.to``
 #: asks, too.
 takes_memory_of: Callable[[torch.Tensor, torch.Tensor], bool] = _private(

@@ -315,16 +315,18 @@ WRITTEN: list[Case] = [an_input_that_grows, one_tensor_given_twice]
 ONE_REPLICA: list[Case] = [the_caller_goes_on_with_it, what_is_filled, what_is_cut_off]
 
 _ONE: dict[str, Any] = {"nonfinite": "raise", "gradient_as_bucket_view": True}
+_SPREAD: dict[str, Any] = {"originals": "spread"}
 #: With nothing to look for, one replica is the module itself.
 WRAPPERS: dict[str, tuple[Any, list[str], dict[str, Any]]] = {
     "one replica": (dp.DistributedDataParallel, ["cpu"], _ONE),
     "CPU": (dp.DistributedDataParallel, ["cpu"] * 3, {"gradient_as_bucket_view": True}),
     "devices": (dp.DistributedDataParallel, [f"virtual:{i}" for i in range(3)], {}),
+    "spread": (dp.DistributedDataParallel, [f"virtual:{i}" for i in range(3)], _SPREAD),
     "DataParallel": (dp.DataParallel, ["cpu"], {}),
     "DataParallel, two": (dp.DataParallel, ["cpu"] * 2, {}),
 }
 RUNS = [
-    *itertools.product([*CASES, *WRITTEN], ["one replica", "CPU", "devices"]),
+    *itertools.product([*CASES, *WRITTEN], ["one replica", "CPU", "devices", "spread"]),
     *itertools.product(ON_THE_CPU, ["one replica", "CPU"]),
     *itertools.product(WRITTEN, ["DataParallel", "DataParallel, two"]),
     *itertools.product(ONE_REPLICA, ["one replica", "DataParallel"]),

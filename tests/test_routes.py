@@ -335,10 +335,11 @@ def test_lazy_gradients_are_summed(lazy: Callable[[Tensor], Tensor]) -> None:
     seen: list[bool] = []
     module, bare = Lazy().to(DEVICES[0]), Lazy().to(DEVICES[0])
     model = DistributedDataParallel(module, DEVICES[:3])
-    for leaves in model._training.leaves.rows:
-        # Before the wrapper's own hook, which takes the gradient.
-        leaves[0].register_post_accumulate_grad_hook(make_lazy)
     x = torch.randn(3, 1, dtype=torch.complex64, device=DEVICES[0])
+    model(x).sum().backward()
+    for leaves in model._training.leaves.rows:
+        # Before the wrapper's own hook, which takes the gradient, and is made anew now.
+        leaves[0].register_post_accumulate_grad_hook(make_lazy)
     for _ in range(3):
         for net, forward in ((module, model), (bare, bare)):
             net.zero_grad()

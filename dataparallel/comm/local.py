@@ -29,6 +29,8 @@ from dataparallel import devices as _devices
 from dataparallel.comm.bucket_plan import fill
 from dataparallel.comm.routes import (
     FlatBroadcast,
+    Reads,
+    SumPlan,
     has_idle_links,
     has_links,
     sum_flats,
@@ -478,9 +480,11 @@ class Packing:
         )
         self._is_contiguous = all(map(torch.Tensor.is_contiguous, likes))
         self._is_dense = self._is_contiguous or all(map(is_dense, likes))
-        total, large = sum(map(_nbytes, likes)), max(piece_bytes, LARGE_BYTES_OF_LINKS)
+        #: The size of all of them.
+        self.num_bytes = sum(map(_nbytes, likes))
+        large = max(piece_bytes, LARGE_BYTES_OF_LINKS)
         #: The numbers of the tensors of each flat tensor, and their shapes and strides there.
-        self.groups = _plan_groups([likes], total + 1, large)
+        self.groups = _plan_groups([likes], self.num_bytes + 1, large)
         self.layouts = [
             [(likes[i].shape, likes[i].stride()) for i in group] for group in self.groups
         ]
@@ -562,18 +566,24 @@ def unshared(tensors: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def sums_of_packed(
-    rows: Sequence[Packed], target: torch.device, piece_bytes: int, *, in_place: bool
+    rows: Sequence[Packed],
+    target: torch.device,
+    plan: SumPlan,
+    *,
+    in_place: bool,
+    reads: Reads | None = None,
 ) -> list[torch.Tensor]:
     """Return each column's sum over replicas whose tensors lie alike.
 
-    The sums are in order with the current stream of ``target``; ``in_place`` writes them over first
-    terms that are there. The rows are to be kept until their streams wait for the sums: see Note
+    The sums are in order with the current stream of ``target``; ``in_place`` writes them over terms
+    that are there. The rows are to be kept until their streams wait for the sums: see Note
     [Memory of sums] in ``comm/routes.py``.
     """
     ready = [row.ready for row in rows]
     flats = [row.flats for row in rows]
-    into = flats[0] if in_place and flats[0][0].device == target else ()
-    sums = sum_flats(flats, target, ready=ready, into=into, piece_bytes=piece_bytes)
+    there = [row for row in flats if row[0].device == target]
+    into = there[0] if in_place and there else ()
+    sums = sum_flats(flats, target, ready=ready, into=into, plan=plan, reads=reads)
     return rows[0].unpacked(sums)
 
 

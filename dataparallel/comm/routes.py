@@ -11,6 +11,9 @@ Per sum the home receives P, and each other device sends and receives P or a lit
 is no hub, since it has to receive everything in any case. A piece is copied N times, since its hub
 has its own term.
 
+Where the sums are wanted on several devices, each of these adds its own, and all links are busy.
+Those that are larger than a piece are cut, too: one at a time would keep only one port busy.
+
 The hub of a piece is the device through which the least has gone until then, so that small tensors
 are spread, too. A sum does not depend on it: terms are added in the order of the replicas wherever
 they are (see Note [Order of a sum] in ``comm/local.py``).
@@ -37,8 +40,8 @@ Note [Memory of sums]
 ~~~~~~~~~~~~~~~~~~~~~
 Memory that is recorded on another stream is free again when the device has come so far. A host that
 is a step ahead would need the memory of two steps. So nothing is recorded here. The caller keeps
-the terms until their streams wait for the sums (:func:`settle`). A lane has the memory of its
-staging and its sums. It writes a later piece there when the earlier one has been sent home.
+the terms until their streams wait for the sums (:meth:`SumPlan.settle`). A lane has the memory of
+its staging and its sums. It writes a later piece there when the earlier one has been sent home.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -68,6 +71,8 @@ _PIECES_OF_CHAIN = 24
 #: Pieces begin at multiples of it, as memory of the allocators does.
 _ALIGNMENT = 256
 
+#: By device, events.
+Reads: TypeAlias = dict[torch.device, list[torch.Event]]
 #: A function that makes a stream current on its device.
 _Switch: TypeAlias = Callable[[torch.Stream], None]
 
@@ -136,19 +141,69 @@ def local_bucket_bytes(originals: Sequence[torch.Tensor], places: Collection[tor
     """Return the bytes of gradients to sum at a time over replicas on some devices.
 
     Over links, larger buckets need fewer copies; the last one is not to be a large part of all,
-    since nothing hides it.
+    since nothing hides it. With originals on several devices a bucket of each fills at a time, and
+    all of them are to be a small part of all gradients.
     """
     if not originals or not has_links(originals[0].device, places):
         return LOCAL_BUCKET_BYTES
-    sixteenth = sum(original.nbytes for original in originals) // 16
-    return min(max(sixteenth, LOCAL_BUCKET_BYTES), MAX_BUCKET_BYTES)
+    num_bytes = sum(original.nbytes for original in originals)
+    num_homes = len({original.device for original in originals})
+    if num_homes > 1:
+        # Half a piece, so that a bucket is hardly ever cut.
+        most = MAX_BUCKET_BYTES // max(len(set(places)) - 1, 1)
+        return min(max(num_bytes // (32 * num_homes), MIN_PIECE_BYTES // 2), most // 2)
+    return min(max(num_bytes // 16, LOCAL_BUCKET_BYTES), MAX_BUCKET_BYTES)
 
 
-def sum_piece_bytes(num_bytes: int, home: torch.device, places: Collection[torch.device]) -> int:
-    """Return the size of the pieces in which hubs add up ``num_bytes`` in many calls."""
-    num_others = max(len({home, *places}) - 1, 1)
-    fine = max(num_bytes // (_PIECES_PER_HUB * num_others), MIN_PIECE_BYTES)
-    return min(fine, MAX_BUCKET_BYTES // num_others)
+class SumPlan:
+    """The way of sums over links: how large their pieces are, and who adds them. See Note [Hubs].
+
+    Args:
+        num_bytes: The size of all sums.
+        homes: The devices of the sums.
+        places: The devices of the terms, and of the sums.
+        at_once: True if they are made in one call, so that each hub gets a piece of all.
+    """
+
+    def __init__(
+        self,
+        num_bytes: int,
+        homes: Collection[torch.device],
+        places: Collection[torch.device],
+        *,
+        at_once: bool = False,
+    ) -> None:
+        self._places = {*homes, *places}
+        #: True if each home adds its sums itself, but for large ones.
+        self.is_direct = len(set(homes)) > 1
+        num_others = max(len(self._places) - 1, 1)
+        self._most = MAX_BUCKET_BYTES // num_others
+        fine = max(num_bytes // (_PIECES_PER_HUB * num_others), MIN_PIECE_BYTES)
+        part = max(-(-num_bytes // num_others), MIN_PIECE_BYTES)
+        #: The size of the pieces in which hubs add.
+        self.piece_bytes = part if at_once else min(fine, self._most)
+
+    def hubs_to(self, home: torch.device) -> list[torch.device]:
+        """Return the devices that may add up what is to be on ``home``."""
+        return [home, *(self._places - {home})] if self.is_direct else _hubs(home, self._places)
+
+    def pieces(
+        self, total: torch.Tensor, home: torch.device
+    ) -> Iterator[tuple[slice, torch.device]]:
+        """Yield the pieces of a sum, each with its hub."""
+        hubs = self.hubs_to(home)
+        limit = self.piece_bytes if len(hubs) > 1 else self._most
+        if self.is_direct and total.nbytes <= limit:
+            hubs = [home]
+        loads = _gone_through[tuple(hubs)]
+        for piece in _cut(total, -(-total.nbytes // max(limit, MIN_PIECE_BYTES)) or 1):
+            hub = min(hubs, key=loads.__getitem__)
+            loads[hub] += total[piece].nbytes
+            yield piece, hub
+
+    def settle(self, streams: Iterable[torch.Stream], home: torch.device) -> None:
+        """Let streams of some devices wait until sums have read and written what is there."""
+        _settle(streams, home, self.hubs_to(home))
 
 
 class _Lane:
@@ -320,59 +375,78 @@ def sum_flats(
     *,
     ready: Sequence[torch.Event] = (),
     into: Sequence[torch.Tensor] = (),
-    piece_bytes: int | None = None,
+    plan: SumPlan | None = None,
+    reads: Reads | None = None,
 ) -> list[torch.Tensor]:
     """Sum flat tensors over several devices in replica order, on ``home``. See Note [Hubs].
 
     A row for each replica has one tensor per sum, which the events in ``ready`` follow, and the
-    caller keeps it until :func:`settle`. Default: they follow what is queued on the current
+    caller keeps it until :meth:`SumPlan.settle`. Default: they follow what is queued on the current
     streams, which wait until all was read. ``into`` are terms of ``home`` over which the sums are
-    written. Default: new memory. ``piece_bytes`` is that of :func:`sum_piece_bytes`; default: each
-    hub gets a piece. The sums are in order with the current stream of ``home``.
+    written. Default: new memory. ``plan`` is for sums in many calls; default: all are made here.
+    ``reads`` gets by device the events after which its terms were used. The sums are in order with
+    the current stream of ``home``.
     """
     rows = [[flat.resolve_conj().resolve_neg() for flat in row] for row in rows]
-    places = [row[0].device for row in rows]
-    hubs, waits = _hubs(home, places), not ready
-    loads = _gone_through[tuple(hubs)]
-    current = _current_streams((home, *places))
+    places, waits = [row[0].device for row in rows], not ready
+    if plan is None:
+        num_bytes = sum(flat.nbytes for flat in rows[0])
+        plan = SumPlan(num_bytes, [home], places, at_once=True)
+    hubs, current = plan.hubs_to(home), _current_streams((home, *places))
     totals = list(into) or [torch.empty_like(flat, device=home) for flat in rows[0]]
     now = {place: _devices.record_event(current[place]) for place in current if waits or not into}
     ready, free = ready or [now[place] for place in places], now.get(home)
-    num_bytes = sum(total.nbytes for total in totals)
-    limit = max(piece_bytes or -(-num_bytes // len(hubs)), MIN_PIECE_BYTES)
-    if hubs == [home]:
-        limit = max(limit, num_bytes)
+    # By device the streams that use its terms.
+    used: defaultdict[torch.device, set[torch.Stream]] = defaultdict(set)
     try:
         with _devices.restored_streams(current.values()) as switch:
             for total, *column in zip(totals, *rows, strict=True):
-                for piece in _cut(total, -(-total.nbytes // limit) or 1):
-                    hub, target = min(hubs, key=loads.__getitem__), total[piece]
-                    loads[hub] += target.nbytes
-                    lane, parts = _lanes_of(hub).take(), [flat[piece] for flat in column]
+                for piece, hub in plan.pieces(total, home):
+                    target, lane = total[piece], _lanes_of(hub).take()
+                    parts = [flat[piece] for flat in column]
+                    used[hub].add(lane.stream)
                     if hub == home:
                         if free is not None:
                             lane.stream.wait_event(free)
                         _sum_of_parts(parts, lane.stream, ready, switch, target)
                         continue
-                    part, way = _sum_of_parts(parts, lane.stream, ready, switch), _route(hub, home)
-                    way.copy(part, target, _devices.record_event(lane.stream), switch, free=free)
-                    lane.keep(part, _devices.record_event(way.leaving))
+                    part, back = _sum_of_parts(parts, lane.stream, ready, switch), _route(hub, home)
+                    back.copy(part, target, _devices.record_event(lane.stream), switch, free=free)
+                    lane.keep(part, _devices.record_event(back.leaving))
     except BaseException:
         # Memory that copies are still to read or write is not to be used again before.
-        settle(current.values(), home, places)
+        _settle(current.values(), home, hubs)
         raise
+    if reads is not None:
+        _note_reads(reads, used, home, places)
     if waits:
-        settle(current.values(), home, places)
+        _settle(current.values(), home, hubs)
     else:
         _wait_for_arrival(current[home], hubs)
     return totals
 
 
-def settle(
-    streams: Iterable[torch.Stream], home: torch.device, places: Collection[torch.device]
+def _note_reads(
+    reads: Reads,
+    used: Mapping[torch.device, set[torch.Stream]],
+    home: torch.device,
+    places: Collection[torch.device],
+) -> None:
+    """Add events of the streams that use terms: lanes of hubs, and routes to and from hubs."""
+    streams = {place: set(used.get(place, ())) for place in places}
+    for hub in used:
+        for place in streams.keys() - {hub}:
+            streams[place].add(_route(place, hub).leaving)
+        if hub != home:
+            streams.setdefault(home, set()).add(_route(hub, home).entering)
+    for place, some in streams.items():
+        reads.setdefault(place, []).extend(map(_devices.record_event, some))
+
+
+def _settle(
+    streams: Iterable[torch.Stream], home: torch.device, hubs: Collection[torch.device]
 ) -> None:
     """Let streams of some devices wait until sums have read and written what is there."""
-    hubs = _hubs(home, places)
     for stream in streams:
         place = stream.device
         for hub in hubs:
@@ -417,6 +491,10 @@ def _sum_of_parts(
     for i, part in enumerate(parts):
         if part.device == hub:
             lane.wait_event(ready[i])
+    if target is not None:
+        # Terms over which the sum is written, but not at first.
+        over = [i for i in range(2, len(terms)) if terms[i].data_ptr() == target.data_ptr()]
+        terms = [term.clone() if i in over else term for i, term in enumerate(terms)]
     dtype = terms[0].dtype
     wider = type_of_sum(terms[0], len(terms))
     # In memory of its own, since that of the terms is to serve a later piece meanwhile.

@@ -635,8 +635,16 @@ class _Backward:
         count = len(self._parameters)
         if not any(self._parameters):
             return inputs, [None] * count
-        home = self._cuts.originals[0].device
-        return inputs, apply_in_backward(ReduceAddCoalesced, home, count, *columns)
+        sums: list[MaybeTensor] = [None] * count
+        homes: dict[torch.device, list[int]] = {}
+        for i, original in enumerate(self._cuts.originals):
+            homes.setdefault(original.device, []).append(i)
+        for home, some in homes.items():
+            chosen = [columns[start + i] for start in range(0, len(columns), count) for i in some]
+            found_there = apply_in_backward(ReduceAddCoalesced, home, len(some), *chosen)
+            for i, total in zip(some, found_there, strict=True):
+                sums[i] = total
+        return inputs, sums
 
 
 def _with_history(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ from dataparallel.comm.local import (
     sums_of,
     sums_of_packed,
 )
-from dataparallel.comm.routes import has_links, local_bucket_bytes, settle, sum_piece_bytes
+from dataparallel.comm.routes import SumPlan, has_links, local_bucket_bytes
 from dataparallel.graph.originals import OriginalHooks
 
 # In these functions `None` may stand for a tensor: the gradient of an output that nobody used. When
@@ -377,12 +377,12 @@ class BucketSums:
     def __init__(
         self, originals: Sequence[torch.Tensor], places: Collection[torch.device], num_bytes: int
     ) -> None:
-        self._home, self._places = originals[0].device, places
-        self._piece_bytes = sum_piece_bytes(num_bytes, self._home, places)
+        self._home = originals[0].device
+        self._sum_plan = SumPlan(num_bytes, [self._home], places)
         # None where gradients do not go over links.
         self._packing: Packing | None = None
         if has_links(self._home, places):
-            self._packing = Packing(originals, self._piece_bytes)
+            self._packing = Packing(originals, self._sum_plan.piece_bytes)
         self.hooks = OriginalHooks(originals)
         # By backward and replica.
         self._packed: dict[tuple[int, int], Packed] = {}
@@ -406,9 +406,9 @@ class BucketSums:
             found = [one for one in whole if one is not None]
             if len(found) == len(rows) and all(map(found[0].lies_like, found)):
                 # Nobody writes to the gradients before the streams wait for the sum.
-                end = functools.partial(_settle, found, self._home, self._places)
+                end = functools.partial(_settle, found, self._sum_plan, self._home)
                 torch_internals.when_backward_ends(end)
-                return sums_of_packed(found, self._home, self._piece_bytes, in_place=False)
+                return sums_of_packed(found, self._home, self._sum_plan, in_place=False)
             rows = [row if one is None else one.unpacked(one.flats) for one, row in pairs]
         every = itertools.chain(*rows)
         result: Sequence[_MaybeTensor] = apply_in_backward(
@@ -417,8 +417,8 @@ class BucketSums:
         return result
 
 
-def _settle(rows: Sequence[Packed], home: torch.device, places: Collection[torch.device]) -> None:
-    settle({row.stream for row in rows}, home, places)
+def _settle(rows: Sequence[Packed], plan: SumPlan, home: torch.device) -> None:
+    plan.settle({row.stream for row in rows}, home)
 
 
 class OwnEdges(Function):

@@ -36,6 +36,7 @@ from dataparallel.batch.scatter import TARGETS
 from dataparallel.batch.tree import Structure, flatten
 from dataparallel.graph.functions import apply_function
 from dataparallel.replicas.clones import REGISTRIES, ModuleClones, Parts
+from dataparallel.replicas.spread import is_of_user
 from dataparallel.replicas.values import ReplicaParameters, versions
 
 #: The most kinds of arguments that one replica records.
@@ -417,7 +418,7 @@ def _structure_of(parts: Parts) -> Any:
     hooked = [
         name or type(module).__name__
         for name, module in zip(parts.names, parts.modules, strict=True)
-        if any(map(vars(module).get, torch_internals.MODULE_HOOKS))
+        if any(is_of_user(hook) for hook in torch_internals.module_hooks(module))
     ]
     if hooked:
         raise RuntimeError(

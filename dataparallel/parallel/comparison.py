@@ -183,7 +183,7 @@ class Case:
     @property
     def device(self) -> torch.device | None:
         """Return the device of the bare module; None if it is on several devices."""
-        return None if self.model._spread else self.model.device_ids[0]
+        return None if self.model._is_model_parallel else self.model.device_ids[0]
 
     @property
     def has_known_loss(self) -> bool:

@@ -63,10 +63,11 @@ from dataparallel.replicas.clones import (
     Parts,
     Result,
     check_placement,
-    is_spread,
+    is_model_parallel,
     left_elsewhere,
     place,
 )
+from dataparallel.replicas.spread import was_spread
 from dataparallel.threads.timeline import Timeline, mark_backward
 from dataparallel.torch_internals import untraced
 
@@ -160,7 +161,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     # Attributes of `options` that are the wrapper's, too.
     _SHOWN_OPTIONS: frozenset[str] = frozenset()
     # True if a single replica may be on several devices itself.
-    _MAY_SPREAD = False
+    _MAY_BE_MODEL_PARALLEL = False
     # The attributes that belong to one wrapper alone, and a copy makes anew.
     _NOT_COPIED: tuple[str, ...] = ("_runner", "timeline", "_splitter", "_notes")
 
@@ -212,10 +213,15 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if len(devices) > 1 and dim == 0:
             _warn_of_time_first(module)
         self._begin_life()
-        self._spread = self._MAY_SPREAD and len(devices) == 1 and is_spread(module)
+        self._is_model_parallel = (
+            self._MAY_BE_MODEL_PARALLEL
+            and len(devices) == 1
+            and is_model_parallel(module)
+            and not was_spread(module)
+        )
         # Last: without a module, all that is set is the wrapper's own.
         self.module = module
-        if not self._spread:
+        if not self._is_model_parallel:
             place(module, devices)
 
     def _begin_life(self) -> None:
@@ -373,7 +379,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Sequence[torch.device]
     ) -> Chunks:
         if len(devices) == 1:
-            device = None if self._spread else devices[0]
+            device = None if self._is_model_parallel else devices[0]
             return self._counted([move(inputs, device)], [move(dict(kwargs), device)])
         if isinstance(self.module, _OF_SEQUENCES):
             _refuse_unbatched(self.module, inputs)
@@ -484,7 +490,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         if len(self.device_ids) == 1:
             if self.output_device == "each":
                 return outputs
-            return move(outputs[0], None if self._spread else self.output_device)
+            return move(outputs[0], None if self._is_model_parallel else self.output_device)
         if getattr(self.gather, "__func__", None) is not DataParallel.gather:
             return self.gather(outputs, self.output_device)
         weights = counts if scalars == "mean" else ()
@@ -709,7 +715,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             TypeError: ``device`` is of another type.
             ValueError: There is no such device, or the module is on several devices itself.
         """
-        if self._spread:
+        if self._is_model_parallel:
             raise ValueError(
                 "the layers of the module are on several devices, so it is one replica and there "
                 "can be no other"

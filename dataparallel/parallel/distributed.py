@@ -25,7 +25,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dataparallel import torch_internals
 from dataparallel.batch.gather import ScalarsOption, read_weight
-from dataparallel.devices import DeviceLike, is_accelerator
+from dataparallel.devices import DeviceLike, is_accelerator, parse_device
 from dataparallel.errors import chosen
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
@@ -38,7 +38,7 @@ from dataparallel.parallel.data_parallel import (
 from dataparallel.parallel.join import JoinBlock
 from dataparallel.parallel.training import Reduction, Training
 from dataparallel.reducer.nonfinite import SkippedSteps
-from dataparallel.reducer.options import AverageKind, NonFiniteAction, Options
+from dataparallel.reducer.options import AverageKind, NonFiniteAction, Options, OriginalsKind
 from dataparallel.reducer.parameters import (
     MixedPrecision,
     ignored_names,
@@ -47,7 +47,8 @@ from dataparallel.reducer.parameters import (
 from dataparallel.reducer.processes import Progress, TrainingGroup, find_group
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import check_replicas
-from dataparallel.replicas.clones import is_spread
+from dataparallel.replicas.clones import is_model_parallel
+from dataparallel.replicas.spread import gather
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
@@ -119,6 +120,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             that an optimizer changes nothing, and the log has a warning. ``"raise"``: all processes
             raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`. Buffers stay as the
             forward left them.
+        originals: The place of the module's parameters, their gradients and the state of their
+            optimizers. ``"home"`` (default): the first device. ``"spread"``: each of the devices
+            has a part of them, so that none has to hold all, see "Spread originals" in the
+            documentation. The module cannot run by itself then.
         capture: True to record each replica's forward and backward in CUDA graphs, which launch all
             kernels at once: for models that wait for the host. The module reads nothing back, has
             no hooks, and gets few shapes of inputs. Otherwise its forward raises a RuntimeError or
@@ -139,7 +144,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
     _SHOWN_OPTIONS = frozenset({*Options.__dataclass_fields__, "process_group"}) - {
         *("delayed", "on_cpu", "sends_buffers", "forward_sync_buffers", "init_sync"),
     }
-    _MAY_SPREAD = True
+    _MAY_BE_MODEL_PARALLEL = True
     _NOT_COPIED = (
         *DataParallel._NOT_COPIED,
         *("_made", "_forwards", "_block", "_weight", "_hook", "device_mesh"),
@@ -185,6 +190,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         deterministic: bool = False,
         timeout: float | None = None,
         nonfinite: NonFiniteAction = "ignore",
+        originals: OriginalsKind = "home",
         capture: bool = False,
         buffers: BufferPolicy = "replica0",
         scalars: ScalarsOption = "stack",
@@ -203,10 +209,10 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             timeout=timeout,
             mixed_precision=MixedPrecision.of(mixed_precision),
             nonfinite=chosen("nonfinite", nonfinite, get_args(NonFiniteAction)),
+            originals=chosen("originals", originals, get_args(OriginalsKind)),
             capture=capture,
             init_sync=init_sync,
         )
-        check_module(module)
         if device_ids is None:
             device_ids = _default_devices(module, group.group)
         self.options, self.device_mesh = options, device_mesh
@@ -289,12 +295,22 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 hook=self._hook,
                 optimizers=self._optimizers,
                 skipped=self._skipped,
-                is_spread=self._spread,
+                is_model_parallel=self._is_model_parallel,
             )
             if before is not None:
                 made.reducer.go_on_from(before.reducer)
             self._made = made
             return made
+
+    def _keep_replicas(self, kept: Sequence[int], new: Sequence[torch.device] = ()) -> None:
+        before, after = set(self.device_ids), {*(self.device_ids[i] for i in kept), *new}
+        shared = self._training.processes is not None
+        if self.options.spreads and shared and len(before) != len(after):
+            raise ValueError(
+                f"originals='spread' has {len(before)} owners in every process, and this one would "
+                f"have {len(after)}; make a new wrapper in all processes, or use originals='home'"
+            )
+        super()._keep_replicas(kept, new)
 
     def _drop_training(self) -> None:
         made, self._made = self._made, None
@@ -387,6 +403,37 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         if reduces:
             training.reducer.statistics.begin()
         return training
+
+    def gather_originals(self, device: DeviceLike | None = None) -> AbstractContextManager[None]:
+        """Bring the module's parameters to one device, so that it can run by itself.
+
+        For ``originals="spread"``. The next forward of the wrapper spreads them again, and so does
+        the end of a ``with`` block. Gradients come along, and states of optimizers at their next
+        step. The device needs room for all of them.
+
+        Example::
+
+            with model.gather_originals():
+                torch.onnx.export(model.module, (x,), "net.onnx")
+
+        Args:
+            device: The device. Default: the first one of the wrapper.
+
+        Returns:
+            A context manager, at whose end the parameters are spread again.
+        """
+        with self._forwards:
+            gather(self.module, self.device if device is None else parse_device(device))
+        return self._spreading()
+
+    @contextmanager
+    def _spreading(self) -> Iterator[None]:
+        """Spread the originals again at the end of a ``with`` block."""
+        try:
+            yield
+        finally:
+            with self._forwards:
+                self._training.fits(self.module)
 
     # --- what its users say ----------------------------------------------------------------------
 
@@ -699,7 +746,9 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @property
     def device(self) -> torch.device:
-        """The device of the module."""
+        """The device of the module; the first one if its parameters are spread."""
+        if self.options.spreads:
+            return self.device_ids[0]
         return next(iter(self.module.parameters())).device
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(torch_internals.ignore_names)
@@ -766,9 +815,10 @@ def _default_devices(
     module: nn.Module, group: dist.ProcessGroup | None
 ) -> Sequence[DeviceLike] | None:
     """Return the module's own device if others use the machine or it has several; None for all."""
+    check_module(module)
     local = os.environ.get("LOCAL_WORLD_SIZE")
     others = group is not None and (int(local) if local else dist.get_world_size(group)) > 1
-    if not others and not is_spread(module):
+    if not others and not is_model_parallel(module):
         return None
     first = next(module.parameters(), None)
     return [torch.device("cpu") if first is None else first.device]

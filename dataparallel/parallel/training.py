@@ -31,7 +31,8 @@ from dataparallel.reducer.processes import Progress, ReducerProcesses, TrainingG
 from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import verify_across_processes
 from dataparallel.reducer.vote import Agreement
-from dataparallel.replicas.clones import check_placement, refuse_uninitialized
+from dataparallel.replicas.clones import check_placement, place, refuse_uninitialized
+from dataparallel.replicas.spread import end, spread, was_spread
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Training:
         hook: Takes the place of the all-reduce.
         optimizers: They take steps in backward.
         skipped: The wrapper's count of the backwards that it has skipped.
-        is_spread: True if the module is one replica on several devices.
+        is_model_parallel: True if the module is one replica on several devices.
 
     Attributes:
         processes: The links; None if there is no other process and no hook.
@@ -74,7 +75,7 @@ class Training:
         hook: ResolvedHook | None,
         optimizers: StepsInBackward | None,
         skipped: SkippedSteps,
-        is_spread: bool,
+        is_model_parallel: bool,
     ) -> None:
         others = group.group if group.world_size > 1 or hook else None
         self._module, self.options, self._runner = module, options, runner
@@ -82,18 +83,23 @@ class Training:
         self._members = Members(
             runner.policy, others, separate=group.separate, timeout=options.timeout
         )
-        self._refuse_options(is_spread=is_spread)
+        self._refuse_options(is_model_parallel=is_model_parallel)
         refuse_uninitialized(module)
-        if not is_spread:
-            check_placement(module, runner.devices[0])
         self._trained = trained_parameters(module)
+        if not is_model_parallel:
+            self._arrange()
         trained = set(self._trained.indices)
         self._untrained = [p for i, p in enumerate(module.parameters()) if i not in trained]
         self.processes: ReducerProcesses | None = None
         if others is not None:
             hooked = hook is not None
             verify = functools.partial(
-                verify_across_processes, module, self._trained, options, hooked=hooked
+                verify_across_processes,
+                module,
+                self._trained,
+                options,
+                hooked=hooked,
+                num_owners=len(set(runner.devices)) if options.spreads else 1,
             )
             self.processes = ReducerProcesses(
                 others,
@@ -118,7 +124,7 @@ class Training:
             )
             self._make_replicas(leaves)
 
-    def _refuse_options(self, *, is_spread: bool) -> None:
+    def _refuse_options(self, *, is_model_parallel: bool) -> None:
         """Raise a ValueError for options that do not go together with this module."""
         options, policy, module = self.options, self._runner.policy, self._module
         averages = options.average == "samples" and self._group.world_size > 1
@@ -129,13 +135,31 @@ class Training:
                 "gradients have gone through the statistics to other processes; multiply the loss "
                 "by its process's share of the samples, and use average='none'"
             )
+        if options.spreads and is_model_parallel:
+            raise ValueError(
+                "originals='spread' is for replicas that have all parameters on their device, and "
+                "the layers of this module are on several devices; move it to one device first, or "
+                "leave originals at 'home'"
+            )
         waits = policy == "sync" or has_sync_batch_norm(module)
-        if options.capture and (is_spread or waits):
+        if options.capture and (is_model_parallel or waits):
             raise ValueError(
                 "capture=True goes neither with buffers='sync' or torch.nn.SyncBatchNorm, whose "
                 "replicas wait for each other, nor with a module whose layers are on several "
                 "devices; leave one of them out"
             )
+
+    def _arrange(self) -> None:
+        """Let the originals be where they belong; an error if somebody has put some elsewhere."""
+        module, devices = self._module, self._runner.devices
+        home, may_move = devices[0], set[int]()
+        if was_spread(module):
+            may_move = {id(p) for p in module.parameters() if p.device.type == home.type}
+        check_placement(module, home, but=may_move)
+        if self.options.spreads:
+            spread(module, self._trained.parameters, devices)
+        elif may_move:
+            end(module, home)
 
     def _as_made(self) -> AbstractContextManager[None]:
         """Return the mode in which the parameters were made: inference-mode leaves never train."""
@@ -180,6 +204,7 @@ class Training:
         """Train on another runner's devices from now on; the other processes need not know."""
         self.cuts.retire()
         self._runner = runner
+        self._arrange()
         with self._as_made():
             leaves = self._make_leaves()
             self.reducer.use_leaves(leaves)
@@ -190,6 +215,11 @@ class Training:
         if self.direct or module is not self._module:
             return module is self._module
         same = self.clones.follow() and self.leaves.follow()
+        if not same and self.options.spreads:
+            # Somebody has moved them, which the other processes need not know.
+            place(module, self._runner.devices)
+            self._arrange()
+            same = self.clones.follow() and self.leaves.follow()
         return same and not any(map(attrgetter("requires_grad"), self._untrained))
 
     # --- the processes ---------------------------------------------------------------------------

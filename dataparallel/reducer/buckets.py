@@ -28,7 +28,7 @@ from torch import nn
 from dataparallel import kernels
 from dataparallel.comm.bucket_plan import FIRST_BUCKET_BYTES, LOCAL_BUCKET_BYTES, plan_buckets
 from dataparallel.comm.local import Packed, Packing, sums_of, sums_of_packed, unshared
-from dataparallel.comm.routes import has_links, local_bucket_bytes, sum_piece_bytes
+from dataparallel.comm.routes import Reads, SumPlan, has_links, local_bucket_bytes
 from dataparallel.errors import describe_names
 from dataparallel.kernels import BucketLayout
 from dataparallel.reducer.options import Options
@@ -195,21 +195,36 @@ class Buckets:
         self.number_of = {i: bucket.number for bucket in self.all for i in bucket.indices}
         #: The number of parameters, from the first on, that are reduced over processes.
         self.num_reduced = reduced
-        self.on_one_device = len({bucket.home for bucket in self.all}) == 1
+        #: The devices of the originals.
+        self.homes = list(dict.fromkeys(bucket.home for bucket in self.all))
+        #: True if each replica is on one device.
+        self.on_one_device = all(len({leaf.device for leaf in row}) == 1 for row in leaves)
         #: True if the sums over replicas go over links between accelerators.
-        self.over_links = self.on_one_device and has_links(self.all[0].home, self.places)
+        self.over_links = self.on_one_device and has_links(self.homes[0], self.places)
         num_bytes = sum(original.nbytes for original in originals)
-        #: The size of the pieces in which they are summed there.
-        self.piece_bytes = sum_piece_bytes(num_bytes, self.all[0].home, self.places)
+        #: How they go there.
+        self.sum_plan = SumPlan(num_bytes, self.homes, self.places)
         #: By bucket, the way in which its gradients are put together for them.
         self.packings = [
-            Packing(bucket.leaves[0], self.piece_bytes) for bucket in self.all if self.over_links
+            Packing(bucket.leaves[0], self.sum_plan.piece_bytes)
+            for bucket in self.all
+            if self.over_links
         ]
+        #: The bytes of gradients of a replica that may be on their way to several homes.
+        self.room = num_bytes // 32
+        #: The number of buckets that one replica may be ahead of the others, if they stay together.
+        self.num_ahead = max(2, len(self.homes) // 2)
+        several = len({row[0].device for row in leaves}) == len(leaves)
+        self.keeps_together = several and self.sum_plan.is_direct
 
     def sentinels(self, leaves: Sequence[nn.Parameter]) -> list[int]:
         """Return leaves that tell of gradients: all trained ones, then the last of each bucket."""
         trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan]
         return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
+
+    def part(self) -> None:
+        """Let no replica wait for others any more, since some use other parameters."""
+        self.keeps_together = False
 
     def take_late(self) -> list[tuple[Bucket, list[Gradients]]]:
         """Take the gradients that came late, by bucket and replica, if there are any."""
@@ -281,10 +296,12 @@ def packed_alike(rows: Sequence[Row]) -> list[Packed]:
     return packed if alike else []
 
 
-def local_sum(rows: Sequence[Row], home: torch.device, piece_bytes: int) -> Gradients:
-    """Add up what the replicas computed for the parameters of one bucket, over the first terms."""
+def local_sum(
+    rows: Sequence[Row], home: torch.device, plan: SumPlan, reads: Reads | None = None
+) -> Gradients:
+    """Add up what the replicas computed for the parameters of one bucket, over their terms."""
     if packed := packed_alike(rows):
-        return list(sums_of_packed(packed, home, piece_bytes, in_place=True))
+        return list(sums_of_packed(packed, home, plan, in_place=True, reads=reads))
     given: list[Gradients] = [
         [*row.unpacked(row.flats)] if isinstance(row, Packed) else row for row in rows
     ]

@@ -15,6 +15,10 @@ AverageKind: TypeAlias = Literal["processes", "samples", "none"]
 #: processes raise :class:`~dataparallel.reducer.nonfinite.NonFiniteGradients`.
 NonFiniteAction: TypeAlias = Literal["ignore", "skip", "raise"]
 
+#: ``"home"``: the parameters of the module are on the first device. ``"spread"``: each is on one of
+#: all devices, with its gradient and the state of its optimizer.
+OriginalsKind: TypeAlias = Literal["home", "spread"]
+
 MIB = 2**20
 #: As in torch.
 BUCKET_BYTES = 25 * MIB
@@ -37,6 +41,8 @@ class Options:
     timeout: float | None
     mixed_precision: MixedPrecision
     nonfinite: NonFiniteAction
+    #: Where the parameters of the module are.
+    originals: OriginalsKind = "home"
     #: True if the replicas are recorded in graphs of their devices.
     capture: bool = False
     #: True if the module is on the CPU.
@@ -46,6 +52,11 @@ class Options:
     #: True if they are sent before forwards; and true if all states are when the wrapper is made.
     forward_sync_buffers: bool = True
     init_sync: bool = True
+
+    @property
+    def spreads(self) -> bool:
+        """True if the originals are on all devices."""
+        return self.originals == "spread"
 
     def __post_init__(self) -> None:
         caps = self.bucket_cap_mb

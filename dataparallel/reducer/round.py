@@ -19,8 +19,20 @@ Where the gradients of a bucket go over links, no device's backward waits for th
 - A replica puts them together as soon as they have come, in its own thread and on its own stream.
   Copies wait for that alone. The thread that makes the sum is that of the last replica, and the
   other threads may have queued their whole backward by then.
-- Sums arrive, are scaled and sent on the copy stream of the home. Its backward goes on meanwhile,
-  and the stream that has the results waits for all of them at the end.
+- Sums arrive, are scaled and sent on the copy stream of their home. Its backward goes on, and the
+  stream that has the results waits for all of them at the end.
+
+Note [Gradients on their way]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+With originals at home the other devices have room for all of their gradients, as the home needs it
+in any case. They keep them until the whole backward has ended, and no link makes them wait. With
+originals on all devices that would be most of what a device holds. So the gradients of a replica
+that are being sent are a small part of all. Before a bucket goes beyond that, the backward of each
+device waits until the oldest one has left. It does so where links are slower than the backward.
+
+The hosts of the replicas stay together for the same reason: the thread of a replica that is several
+buckets ahead waits for the others. Replicas may use different parameters. So if nothing comes for a
+while, nobody waits any more.
 
 A hook of the user, and an optimizer that steps in backward, find the sums on the usual stream.
 """
@@ -29,8 +41,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,7 +55,7 @@ from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.comm.errors import RanksParted
 from dataparallel.comm.local import Packed, unshared
-from dataparallel.comm.routes import settle
+from dataparallel.comm.routes import Reads
 from dataparallel.graph.cut import NO_TASK, Ending
 from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
@@ -62,6 +76,10 @@ from dataparallel.threads.timeline import Timeline
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
+
+
+# The seconds that a replica waits for the others.
+_PATIENCE = 2.0
 
 
 @dataclass(eq=False)
@@ -93,10 +111,10 @@ class Round:
         self.came_late: set[int] = set()
         # Sums that go through the engine, for hooks of the user, before they are sent.
         self._through = self.user_hooks.with_gradient_hooks if self.later else set()
-        # From which bucket on all are left to the end: one may get more until then, or the order is
-        # not known yet. Nothing is stepped where a gradient may still come from outside.
+        # From which bucket on all are left to the end: one may get more until then. Nothing is
+        # stepped where a gradient may still come from outside.
         self._first_left = 0
-        if self.transfer is not None and buckets.ordered:
+        if self.transfer is not None:
             left = map(buckets.number_of.__getitem__, self._through | self.late)
             self._first_left = min([self.transfer.last, *left])
         elif not (self.transfer or self.later):
@@ -110,16 +128,21 @@ class Round:
         # Per replica, what was taken of each bucket so far, in their order; empty when summed up.
         self._taken: list[list[Row]] = [[] for _ in buckets.all[0].leaves]
         self._num_summed, self._summing = 0, threading.Lock()
+        # Told of each sum. See Note [Gradients on their way].
+        self._summed = threading.Condition()
         # Those of the replicas' gradients, and of the cuts, the last of which is that of the end.
         self._streams: list[torch.Stream | None] = [None] * len(self._taken)
         self._cut_streams: list[tuple[torch.Stream, ...]] = []
-        # The stream on which sums over links are made: see Note [Sums beside the backward].
-        self._beside: torch.Stream | None = None
+        # By home the stream on which sums over links are made: see Note [Sums beside the backward].
+        self._beside: dict[torch.device, torch.Stream] = {}
         hook = self.transfer and self.transfer.processes.hook
         if buckets.over_links and self.optimizers is None and hook is None:
-            self._beside = _devices.copy_stream(buckets.all[0].home)
-        # Rows that these sums read and write, until the streams of the rows wait for them.
-        self._held: list[Packed] = []
+            streams = map(_devices.copy_stream, buckets.homes)
+            self._beside = {stream.device: stream for stream in streams if stream is not None}
+        # Rows that these sums read and write, until the streams of the rows wait for them. See Note
+        # [Gradients on their way].
+        self._held: deque[tuple[Sequence[Packed], Reads]] = deque()
+        self._held_bytes = 0
         # One of these sums in each memory that was allocated there.
         self._made: Gradients = []
         # By parameter, the sum over the replicas of this process, until it is received.
@@ -165,7 +188,7 @@ class Round:
             self._all_came |= last and task == self.task
             if is_first:
                 # No other cut follows, and one thread at a time takes gradients of a replica.
-                self._eager = last and self.buckets.ordered and self.buckets.on_one_device
+                self._eager = last and self.buckets.on_one_device
         if is_first:
             self.buckets.refuse_astray()
             if self.transfer is not None:
@@ -208,6 +231,18 @@ class Round:
             self._look(replica, bucket, grads)
             taken.append(self._pack(replica, bucket, grads))
             self._sum_complete()
+            if self.buckets.keeps_together and self._beside:
+                self._wait_for_others(len(taken) - self.buckets.num_ahead)
+
+    def _wait_for_others(self, number: int) -> None:
+        """Wait until so many buckets were summed up. See Note [Gradients on their way]."""
+
+        def may_go_on() -> bool:
+            return self._num_summed >= number or self.failure is not None
+
+        with self._summed:
+            if not self._summed.wait_for(may_go_on, timeout=_PATIENCE):
+                self.buckets.part()
 
     def _look(self, replica: int, bucket: Bucket, grads: Gradients) -> None:
         """Let the guard look at gradients before sums are written over them."""
@@ -216,11 +251,12 @@ class Round:
 
     def _pack(self, replica: int, bucket: Bucket, grads: Gradients) -> Row:
         """Put gradients together, on their own device, where their sum goes over links."""
-        if self._beside is None:
+        if not self._beside:
             return grads
-        # Sums are written over those of the first.
+        # Sums are written over those that are where the sums are to be.
+        is_there = bucket.leaves[replica][0].device == bucket.home
         packing = self.buckets.packings[bucket.number]
-        return packing.pack(grads, for_writing=not replica) or grads
+        return packing.pack(grads, for_writing=is_there) or grads
 
     def _take_rest(self) -> None:
         """Take everything that is left; no gradient comes any more, or it is late."""
@@ -239,23 +275,25 @@ class Round:
         for bucket, rows in self.buckets.take_late():
             for replica, grads in enumerate(rows):
                 self._look(replica, bucket, grads)
-            sums = local_sum(rows, bucket.home, self.buckets.piece_bytes)
+            sums = local_sum(rows, bucket.home, self.buckets.sum_plan)
             for index, grad in zip(bucket.indices, sums, strict=True):
                 if grad is not None:
                     self._add_late(index, grad)
 
     def _wait_for_sums(self) -> None:
         """Let this thread's streams wait for the sums that were made beside it, and use them."""
-        if self._beside is None or not self._held:
+        if not self._held:
             return
-        current = _devices.current_stream(self._beside.device)
-        _devices.wait_stream(current, self._beside)
-        streams = {packed.stream for packed in self._held}
+        streams = {packed.stream for rows, _ in self._held for packed in rows}
         streams.update(_devices.current_streams(self.buckets.places))
-        settle(streams, self._beside.device, self.buckets.places)
+        current: dict[torch.device, torch.Stream | None] = {}
+        for home, beside in self._beside.items():
+            current[home] = _devices.current_stream(home)
+            _devices.wait_stream(current[home], beside)
+            self.buckets.sum_plan.settle(streams, home)
         for total in self._made:
             if total is not None:
-                _devices.record_stream(total, current)
+                _devices.record_stream(total, current[total.device])
         self._held.clear()
         self._made.clear()
 
@@ -292,14 +330,15 @@ class Round:
                 for taken in self._taken:
                     taken[number] = []
                 self._complete(self.buckets.all[number], rows)
-                self._num_summed += 1
+                with self._summed:
+                    self._num_summed += 1
+                    self._summed.notify_all()
             # Not after an error: then nothing is sent any more.
             self._summing.release()
 
     def _complete(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         alike = packed_alike(rows)
-        beside = self._beside if alike else None
-        self._held += alike
+        beside = self._beside.get(bucket.home) if alike else None
         with contextlib.ExitStack() as streams:
             streams.enter_context(torch_internals.record_range(f"reduce {bucket.name}"))
             # Behind what has computed the gradients.
@@ -307,7 +346,12 @@ class Round:
             streams.enter_context(_devices.use_streams(filter(None, using)))
             if self.timeline.listeners:
                 streams.enter_context(self.timeline.span_here("reduce local"))
-            sums = local_sum(rows, bucket.home, self.buckets.piece_bytes)
+            reads: Reads | None = {} if self.buckets.sum_plan.is_direct else None
+            try:
+                sums = local_sum(rows, bucket.home, self.buckets.sum_plan, reads)
+            finally:
+                if alike:
+                    self._hold(alike, reads)
             if alike:
                 self._made += [sums[group[0]] for group in alike[0].packing.groups]
             for index, grad in zip(bucket.indices, sums, strict=True):
@@ -319,6 +363,18 @@ class Round:
                 self._sums[index] = grad
             if bucket.number < self._first_left:
                 self._send(bucket)
+
+    def _hold(self, rows: Sequence[Packed], reads: Reads | None) -> None:
+        """Keep what a sum over links uses, and let go of what was read before."""
+        self._held.append((rows, reads or {}))
+        self._held_bytes += rows[0].packing.num_bytes
+        room = math.inf if reads is None else self.buckets.room
+        while self._held_bytes > room and len(self._held) > 1:
+            before, events = self._held.popleft()
+            self._held_bytes -= before[0].packing.num_bytes
+            for row in before:
+                for event in events[row.stream.device]:
+                    row.stream.wait_event(event)
 
     # --- sent ------------------------------------------------------------------------------------
 
@@ -497,7 +553,9 @@ class Round:
 
     def fail(self, error: BaseException) -> None:
         """Deliver nothing; let the other processes know instead of letting them wait."""
-        self.failure = self.failure or error
+        with self._summed:
+            self.failure = self.failure or error
+            self._summed.notify_all()
         try:
             # All processes raise that one together.
             alike = (NonFiniteGradients, RanksParted)

@@ -63,6 +63,7 @@ def verify_across_processes(
     link: ProcessLink,
     *,
     hooked: bool,
+    num_owners: int,
 ) -> None:
     """Refuse other options, parameters or buffers in another process; every process calls this."""
     tensors = shared_tensors(module, buffers=options.sends_buffers)
@@ -75,6 +76,7 @@ def verify_across_processes(
         "forward_sync_buffers": str(options.forward_sync_buffers),
         "average": options.average,
         "deterministic": str(options.deterministic),
+        "devices over which originals are spread": str(num_owners),
         "bucket sizes in bytes": str(options.bucket_bytes()),
         "dtype that is sent": str(options.mixed_precision.reduce_dtype),
         "parameters that are reduced last": str(sorted(options.delayed)),

@@ -25,7 +25,7 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import eq
 from typing import Any
@@ -35,7 +35,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from dataparallel import devices, torch_internals
-from dataparallel.replicas.values import ReplicaParameters
+from dataparallel.replicas.values import Arrived, ReplicaParameters
 
 
 class Gate:
@@ -56,6 +56,7 @@ class Gate:
         self._device, self._current = device, devices.stream_reader(device)
         self._indices = [i for members, _ in flats for i in members]
         self._leaves, self._sizes = [row[i] for i in self._indices], [len(m) for m, _ in flats]
+        self._firsts = [members[0] for members, _ in flats]
         address = torch_internals.address_of_storage
         #: By flat, the address of its storage.
         self.addresses = [address(memory.untyped_storage()) for _, memory in flats]
@@ -100,18 +101,16 @@ class Gate:
         """Return a table of the parameters of a module, which waits here."""
         return LeafTable(leaves, self)
 
-    def close(self, arrivals: Mapping[int, Mapping[torch.device, torch.Event]]) -> None:
-        """Have those who look up leaves wait; the current stream is that of the forward.
-
-        ``arrivals`` are those of :class:`Sending`.
-        """
+    def close(self, arrivals: Arrived) -> None:
+        """Have those who look up leaves wait; the current stream is that of the forward."""
         self._stream, self._events = self._current(), list[torch.Event]()
         # The forward's stream waits for the flats before this place, and some others for all.
         self._next, self._others = 0, list[torch.Stream]()
         due, leaves = dict[int, int](), map(id, self._leaves)
-        for number, (size, is_ours) in enumerate(zip(self._sizes, self._are_ours(), strict=True)):
+        flats = zip(self._firsts, self._sizes, self._are_ours(), strict=True)
+        for first, size, is_ours in flats:
             some = list(itertools.islice(leaves, size))
-            event = arrivals.get(number, {}).get(self._device)
+            event = arrivals.get(first, {}).get(self._device)
             if event is None:
                 continue
             if is_ours:
@@ -214,13 +213,13 @@ class Arrivals:
 
     def begin(self, kind: Hashable) -> None:
         """Have streams wait for values that are on their way: now, or where a leaf is looked up."""
-        sending, gates = self._values.sending, self.gates.values()
+        arrivals, gates = self._values.arrivals, self.gates.values()
         self._is_aside |= any(gate.has_been_passed_aside for gate in gates)
         if self._is_aside or kind not in self._kinds:
             self._values.settle()
-        elif sending is not None:
+        elif arrivals is not None:
             for gate in gates:
-                gate.close(sending.arrivals)
+                gate.close(arrivals)
 
     def end(self) -> None:
         """Have the streams of the forward wait for everything that is on its way."""

@@ -57,6 +57,7 @@ from dataparallel.comm.routes import has_links
 from dataparallel.devices import DeviceLike, is_capturing, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
+from dataparallel.replicas.spread import was_spread
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
 if TYPE_CHECKING:
@@ -202,18 +203,26 @@ def left_elsewhere(module: nn.Module, device: torch.device) -> list[str]:
     return found
 
 
-def check_placement(module: nn.Module, device: torch.device) -> None:
-    """Raise a ValueError that names parameters and buffers that are not on ``device``."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    misplaced = [f"{name!r} is on {t.device}" for name, t in named if t.device != device]
+def check_placement(
+    module: nn.Module, device: torch.device, *, parameters: bool = True, but: Collection[int] = ()
+) -> None:
+    """Raise a ValueError that names parameters and buffers that are not on ``device``.
+
+    Those with an id in ``but`` may be elsewhere.
+    """
+    named = [*(module.named_parameters() if parameters else ()), *module.named_buffers()]
+    misplaced = [
+        f"{name!r} is on {t.device}" for name, t in named if t.device != device and id(t) not in but
+    ]
     if misplaced:
+        how = "gather_originals() of the wrapper" if was_spread(module) else ""
         raise ValueError(
             f"the module must be on {device}, the first of its devices, but "
-            f"{listed(misplaced, '; ')}; call module.to({str(device)!r}) first"
+            f"{listed(misplaced, '; ')}; call {how or f'module.to({str(device)!r})'} first"
         )
 
 
-def is_spread(module: nn.Module) -> bool:
+def is_model_parallel(module: nn.Module) -> bool:
     """True if the parameters and buffers of a module are on several devices."""
     return len({tensor.device for tensor in (*module.parameters(), *module.buffers())}) > 1
 
@@ -416,10 +425,11 @@ class ModuleClones:
         containers = parts.loose_containers
         if not self._filled:
             home = self._devices[0]
-            # One replica that is trained may be on several devices itself.
-            may_spread = self._leaves is not None and len(self._devices) == 1
-            if not may_spread and {*map(_device, (*parts.parameters, *parts.buffers))} - {home}:
-                check_placement(self.module, home)
+            # One replica that is trained may be on several devices itself, and leaves are there.
+            is_one = self._leaves is not None and len(self._devices) == 1
+            parameters = parts.parameters if self._leaves is None else ()
+            if not is_one and {*map(_device, (*parameters, *parts.buffers))} - {home}:
+                check_placement(self.module, home, parameters=self._leaves is None)
             indices, containers = range(len(parts.modules)), parts.containers
             # Standing clones are filled for all slots, whether they take part or not.
             count = num_replicas if self._leaves is None else len(self._devices)

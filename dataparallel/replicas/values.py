@@ -37,12 +37,14 @@ the thread before, and copies are recorded on each stream that is new to them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import heapq
 import itertools
 import threading
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from operator import attrgetter, eq, is_, itemgetter, ne
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -74,6 +76,7 @@ _NUM_PARTS, _PART_BYTES = 16, 16 * 2**20
 
 _kind = attrgetter("dtype", "shape", "requires_grad")
 _version = attrgetter("_version")
+_entries = attrgetter("entries")
 _params = itemgetter("params")
 
 
@@ -179,12 +182,15 @@ class _Place:
                 self.flats.append((members, flat))
 
 
-class Sending(NamedTuple):
+#: By the first number in a flat, the events after which devices have it and those before.
+Arrived: TypeAlias = dict[int, dict[torch.device, torch.Event]]
+
+
+class _Sending(NamedTuple):
     """New values that are on their way to all copies that lie in flat memory."""
 
     broadcast: FlatBroadcast
-    #: By the number of a flat, the event after which a device has it and those before.
-    arrivals: dict[int, dict[torch.device, torch.Event]]
+    arrivals: Arrived
 
 
 class Values:
@@ -227,8 +233,8 @@ class Values:
         self._looks = 0
         # On its way from the device: whether what was compared differs.
         self._answer: tuple[torch.Tensor, torch.Event] | None = None
-        #: The values for which no stream waits yet; see :meth:`settle`.
-        self.sending: Sending | None = None
+        # The values for which no stream waits yet; see :meth:`settle`.
+        self._sending: _Sending | None = None
 
     def update(
         self,
@@ -242,7 +248,23 @@ class Values:
 
         With ``defers`` they may still be on their way until :meth:`settle`.
         """
-        if self.sending is not None:
+        for _ in self.updating(tensors, num_slots, now=now):
+            # There is nobody else to send something.
+            continue
+        if self._sending is not None and not defers:
+            self.settle()
+        return self.given(num_slots)
+
+    def given(self, num_slots: int) -> list[list[torch.Tensor]]:
+        """Return the values of the last update for the first slots."""
+        slots = self._places[:num_slots]
+        return [list(self._originals if place is None else place.copies) for place in slots]
+
+    def updating(
+        self, tensors: Sequence[torch.Tensor], num_slots: int, *, now: bool = False
+    ) -> Generator[int, None, None]:
+        """Update step by step; yields the first number of each flat before that is sent."""
+        if self._sending is not None:
             self.settle()
         if not _are_same(tensors, self._originals):
             self._originals = list(tensors)
@@ -266,25 +288,28 @@ class Values:
             same = [i for i in same if not tensors[i].is_quantized]
             if same and self._differ(places[latest], same, traces, now=now):
                 stale = [everything] * len(places)
-            self._copy(places, stale, traces)
-            if self.sending is not None and not defers:
-                self.settle()
+            yield from self._copying(places, stale, traces)
             self._found = traces[1:]
         else:
             self._found = versions(self._originals), steps_of(self._originals)
-        return [list(tensors if place is None else place.copies) for place in slots]
 
     def carry(self) -> None:
         """Copy again what changes that have left a trace have made stale, and nothing else."""
         places, traces = self._used, self._traces()
-        self._copy(places, [place.stale(traces) for place in places], traces)
+        for _ in self._copying(places, [place.stale(traces) for place in places], traces):
+            continue
         self.settle()
 
     def settle(self) -> None:
         """Let the streams that were current then wait for values that are on their way."""
-        sending, self.sending = self.sending, None
+        sending, self._sending = self._sending, None
         if sending is not None:
             sending.broadcast.end()
+
+    @property
+    def arrivals(self) -> Arrived | None:
+        """Return the events of values that are on their way; None if nothing is."""
+        return None if self._sending is None else self._sending.arrivals
 
     def flats_of(self, slot: int) -> list[tuple[list[int], torch.Tensor]]:
         """Return the pieces of memory of a slot that travel whole, each with whose it is."""
@@ -340,7 +365,9 @@ class Values:
         entries = states.now() if self._given is None else states.entries
         return entries, versions(originals), steps_of(originals)
 
-    def _copy(self, places: Sequence[_Place], stale: Sequence[set[int]], traces: _Traces) -> None:
+    def _copying(
+        self, places: Sequence[_Place], stale: Sequence[set[int]], traces: _Traces
+    ) -> Iterator[int]:
         indices = sorted(set().union(*stale))
         if not indices:
             return
@@ -349,18 +376,20 @@ class Values:
         due = [place for place, some in zip(places, stale, strict=True) if some]
         originals = [self._originals[i] for i in indices]
         is_there = self._in_place and due[0].copies[indices[0]] is not None
-        # Made in inference mode a copy could never take part in training afterwards.
-        with torch.inference_mode(False), torch.no_grad():
-            if is_there:
-                made = [[place.copies[i] for i in indices] for place in due]
-                self.sending = _write(due, dict(zip(indices, originals, strict=True)), traces)
-            else:
-                targets = [place.device for place in due]
+        if is_there:
+            made = [[place.copies[i] for i in indices] for place in due]
+            left = dict(zip(indices, originals, strict=True))
+            ring = list(dict.fromkeys(self._devices))
+            self._sending = yield from _writing(due, left, traces, ring)
+        else:
+            targets = [place.device for place in due]
+            # Made in inference mode a copy could never take part in training afterwards.
+            with torch.inference_mode(False), torch.no_grad():
                 made = _copies(originals, targets, self._dtype, in_order=self._in_place)
-            for place, copies in zip(due, made, strict=True):
-                place.keep(indices, copies, traces)
-                if self._in_place and not is_there and place.device != originals[0].device:
-                    place.find_flats()
+        for place, copies in zip(due, made, strict=True):
+            place.keep(indices, copies, traces)
+            if self._in_place and not is_there and place.device != originals[0].device:
+                place.find_flats()
 
     # --- writes that leave no trace --------------------------------------------------------------
 
@@ -419,11 +448,90 @@ class Values:
             )
 
 
+class ValuesByHome:
+    """The values of tensors that are on several devices, those of each device by themselves.
+
+    Args:
+        homes: For each device the numbers of its tensors, and their values.
+    """
+
+    def __init__(self, homes: Sequence[tuple[Sequence[int], Values]]) -> None:
+        self._homes = homes
+
+    @property
+    def arrivals(self) -> Arrived | None:
+        """See :attr:`Values.arrivals`."""
+        found: Arrived = {}
+        for indices, values in self._homes:
+            found.update({indices[i]: events for i, events in (values.arrivals or {}).items()})
+        return found or None
+
+    def update(
+        self,
+        tensors: Sequence[torch.Tensor],
+        num_slots: int,
+        *,
+        now: bool = False,
+        defers: bool = False,
+    ) -> list[list[torch.Tensor]]:
+        """Return the values of ``tensors`` for the first slots, as :meth:`Values.update` does.
+
+        They leave the devices in the order of the tensors.
+        """
+        each = [
+            values.updating([tensors[i] for i in indices], num_slots, now=now)
+            for indices, values in self._homes
+        ]
+        numbers = [
+            map(some.__getitem__, one) for (some, _), one in zip(self._homes, each, strict=True)
+        ]
+        with contextlib.ExitStack() as stack:
+            for one in each:
+                stack.callback(one.close)
+            for _ in heapq.merge(*numbers):
+                continue
+        if not defers:
+            self.settle()
+        rows: list[list[Any]] = [[None] * len(tensors) for _ in range(num_slots)]
+        for indices, values in self._homes:
+            for row, own in zip(rows, values.given(num_slots), strict=True):
+                for i, value in zip(indices, own, strict=True):
+                    row[i] = value
+        return rows
+
+    def settle(self) -> None:
+        """See :meth:`Values.settle`."""
+        for _, values in self._homes:
+            values.settle()
+
+    def flats_of(self, slot: int) -> list[tuple[list[int], torch.Tensor]]:
+        """See :meth:`Values.flats_of`; in the order of the tensors."""
+        found = [
+            ([indices[i] for i in members], memory)
+            for indices, values in self._homes
+            for members, memory in values.flats_of(slot)
+        ]
+        return sorted(found, key=_first)
+
+    def carry(self) -> None:
+        """See :meth:`Values.carry`."""
+        for _, values in self._homes:
+            values.carry()
+
+    def written(self) -> list[torch.Tensor]:
+        """See :meth:`Values.written`."""
+        return [tensor for _, values in self._homes for tensor in values.written()]
+
+
+def _first(flat: tuple[list[int], torch.Tensor]) -> int:
+    return flat[0][0]
+
+
 class ReplicaParameters:
     """The leaves of all replicas. See Note [Leaves of the replicas].
 
     Args:
-        originals: Parameters of the module, all on ``devices[0]``.
+        originals: Parameters of the module, on some of the devices.
         devices: One device per replica.
         dtype: The dtype of floating-point leaves. Default: as the originals are.
     """
@@ -434,12 +542,19 @@ class ReplicaParameters:
         devices: Sequence[torch.device],
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._originals = list(originals)
-        self._states, self._layouts = States(self._originals), list(map(_layout, originals))
+        self._originals, self._layouts = list(originals), list(map(_layout, originals))
         #: The number of times that an original was frozen, or came to other memory.
         self.num_changes = 0
+        members: dict[torch.device, list[int]] = {}
+        for index, original in enumerate(originals):
+            members.setdefault(original.device, []).append(index)
+        self._states = [States([originals[i] for i in some]) for some in members.values()]
+        homes = [
+            (some, Values(devices, dtype=dtype, in_place=True, states=states))
+            for some, states in zip(members.values(), self._states, strict=True)
+        ]
         #: The values that fill the leaves.
-        self.values = Values(devices, dtype=dtype, in_place=True, states=self._states)
+        self.values = homes[0][1] if len(homes) == 1 else ValuesByHome(homes)
         #: Per replica its leaves, in the order of the originals.
         self.rows: list[list[nn.Parameter]] = [
             [_dressed(v.detach(), o) for v, o in zip(replica, self._originals, strict=True)]
@@ -452,8 +567,8 @@ class ReplicaParameters:
 
     def follow(self) -> bool:
         """Let the leaves be what the originals are now: frozen or not, and in the same memory."""
-        before = self._states.entries
-        if self._states.now() == before:
+        before = list(map(_entries, self._states))
+        if list(map(States.now, self._states)) == before:
             return True
         if list(map(_layout, self._originals)) != self._layouts:
             return False
@@ -562,39 +677,48 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _write(
-    places: Sequence[_Place], left: dict[int, torch.Tensor], traces: _Traces
-) -> Sending | None:
+def _writing(
+    places: Sequence[_Place],
+    left: dict[int, torch.Tensor],
+    traces: _Traces,
+    ring: Sequence[torch.device],
+) -> Generator[int, None, _Sending | None]:
     """Write copies anew: those that lie in one piece together, if all of them are due.
 
-    Returns what is on its way between accelerators.
+    Yields the first number of each piece before that is sent, and returns what is on its way
+    between accelerators. Each home sends around the same ring.
     """
-    away = [place for place in places if place.is_laid_out_as(traces)]
     home = next(iter(left.values())).device
+    behind = {device: (i - ring.index(home)) % len(ring) for i, device in enumerate(ring)}
+    away = [place for place in places if place.is_laid_out_as(traces)]
+    away.sort(key=lambda place: behind[place.device])
     sending = None
     if has_links(home, [place.device for place in away]):
         num_bytes = sum(original.nbytes for original in left.values())
-        sending = Sending(FlatBroadcast(home, [place.device for place in away], num_bytes), {})
+        sending = _Sending(FlatBroadcast(home, [place.device for place in away], num_bytes), {})
     rest = dict(left)
     try:
         for number, (members, like) in enumerate(away[0].flats if away else ()):
             if not left.keys() >= set(members):
                 continue
-            flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
-            targets = [place.flats[number][1] for place in away]
-            if sending is not None:
-                packed = len(members) > 1
-                arrived = sending.broadcast.send(flat, targets, is_packed=packed)
-                sending.arrivals[number] = arrived
-            else:
-                for target in targets:
-                    target.copy_(flat, non_blocking=True)
+            yield members[0]
+            with torch.inference_mode(False), torch.no_grad():
+                flat = pack([rest.pop(i).detach() for i in members]).to(like.dtype)
+                targets = [place.flats[number][1] for place in away]
+                if sending is not None:
+                    packed = len(members) > 1
+                    arrived = sending.broadcast.send(flat, targets, is_packed=packed)
+                    sending.arrivals[members[0]] = arrived
+                else:
+                    for target in targets:
+                        target.copy_(flat, non_blocking=True)
             torch.autograd.graph.increment_version([p.copies[i] for p in away for i in members])
-        for place in places:
-            some = rest if place in away else left
-            if some:
-                copies = [place.copies[i] for i in some]
-                torch_internals.foreach_copy_(copies, [o.detach() for o in some.values()])
+        with torch.inference_mode(False), torch.no_grad():
+            for place in places:
+                some = rest if place in away else left
+                if some:
+                    copies = [place.copies[i] for i in some]
+                    torch_internals.foreach_copy_(copies, [o.detach() for o in some.values()])
     except BaseException:
         if sending is not None:
             sending.broadcast.end()

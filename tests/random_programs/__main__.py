@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--processes", **numbers, help="numbers of processes; default 1 2 3")
     parser.add_argument("--replicas", **numbers, help="replicas per process; default 1 2 3")
     parser.add_argument("--virtual", action="store_true", help="on virtual devices")
+    parser.add_argument("--spread", action="store_true", help="with originals on all of them")
     options = parser.parse_args()
     worlds = [(p, r) for p in options.processes for r in options.replicas]
     cluster, begin = Cluster(), time.monotonic()
@@ -43,7 +44,10 @@ def main() -> int:
     while seed < last:
         processes, replicas = worlds[turn % len(worlds)]
         seeds, turn = range(seed, min(seed + AT_ONCE, last)), turn + 1
-        programs = [Program(s, processes, replicas, virtual=options.virtual) for s in seeds]
+        programs = [
+            Program(s, processes, replicas, virtual=options.virtual, spread=options.spread)
+            for s in seeds
+        ]
         failures, compared = check(cluster, programs)
         seed, num_compared = seeds.stop, num_compared + compared
         num_failed += len(failures)

@@ -121,7 +121,8 @@ _TRAIN = "<call>\nloss = <loss>\nloss.backward()\nrecord(out, x.grad)"
 _CLEAR = "while kept:\n    kept.pop().backward()\n"
 _LEAF = "<leaf>\nloss = <loss>\n"
 _GRADS = "grads = torch.autograd.grad(loss, inputs, create_graph=True)"
-_SECOND = f"{_GRADS}\n(loss + sum(g.pow(2).sum() for g in grads)).backward()\nrecord(x.grad)"
+_SQUARES = "sum(g.pow(2).sum().to(loss.device) for g in grads)"
+_SECOND = f"{_GRADS}\n(loss + {_SQUARES}).backward()\nrecord(x.grad)"
 
 #: The weight of a step's choice, and its lines, with parts that the methods of `Program` make.
 STEPS = [
@@ -208,11 +209,21 @@ class Program:
         processes: How many processes run it.
         replicas: How many replicas our wrapper has in each.
         virtual: True if these are on virtual devices. The reference is on the CPU.
+        spread: True if the parameters of what is trained are on all of them.
     """
 
-    def __init__(self, seed: int, processes: int, replicas: int, *, virtual: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        processes: int,
+        replicas: int,
+        *,
+        virtual: bool = False,
+        spread: bool = False,
+    ) -> None:
         self.seed, self.processes, self.virtual = seed, processes, virtual
         self.devices = [f"virtual:{i}" if virtual else "cpu" for i in range(replicas)]
+        self.spreads = spread
         self.random = random.Random(seed)
         # True if its values are small whole numbers, so that every sum is exact.
         self.exact = self.has(0.5)
@@ -247,6 +258,8 @@ class Program:
         self.steps = self.make_steps()
         # True if the optimizer of our wrapper has its state on all devices.
         self.sharded = self.has(0.2)
+        if self.spreads and self.wrapper == "DistributedDataParallel":
+            self.options["originals"], self.sharded = "spread", False
 
     def has(self, chance: float) -> bool:
         return self.random.random() < chance
@@ -432,11 +445,12 @@ class Program:
         terms = [self.one(["out", "out.pow(2)", "(out - 1).pow(2)", "out[:, 0]", "3 * out"])]
         if self.side and self.has(0.6):
             terms.append("side")
-        if self.head and self.has(0.7):
+        # A part of a module that is spread may be on another device than its input.
+        if self.head and self.has(0.7) and not self.spreads:
             terms[0] = self.one(["net.head(out)", "net.head(out).pow(2)"])
         terms += [name for name in self.left if self.has(0.7)]
         if not self.static and self.has(0.15):
-            terms.append(f"{self._used()}.pow(2)")
+            terms.append(f"{self._used()}.to(out.device).pow(2)")
         return " + ".join(f"{term}.sum() * S" for term in terms)
 
     def _criterion(self) -> str:

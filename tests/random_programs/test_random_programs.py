@@ -27,10 +27,11 @@ def test_random_programs(
     _assert_right(cluster, [Program(seed, processes, replicas) for seed in seeds])
 
 
+@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_random_programs_on_virtual_devices(cluster: Cluster, processes: int) -> None:
-    seeds = range(100 * processes, 100 * processes + 4)
-    _assert_right(cluster, [Program(seed, processes, 2, virtual=True) for seed in seeds])
+def test_random_programs_on_virtual_devices(cluster: Cluster, processes: int, spread: bool) -> None:
+    seeds, options = range(100 * processes, 100 * processes + 4), {"virtual": True}
+    _assert_right(cluster, [Program(s, processes, 2, **options, spread=spread) for s in seeds])
 
 
 def _assert_right(cluster: Cluster, programs: Sequence[Program]) -> None:

@@ -113,7 +113,7 @@ def _add_simulate(subjects: Subparsers) -> None:
             extra="tools",
         ),
     )
-    names = ("ddp", "captured", "dp", "torch-ddp", "torch-dp", "bare")
+    names = ("ddp", "captured", "spread", "dp", "torch-ddp", "torch-dp", "bare")
     add = parser.add_argument
     add("--gpus", type=counts, default=[8], metavar="LIST",
         help="numbers of devices, a table for each; default: 8")  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel, DistributedDataParallel, virtual
+from dataparallel.reducer.options import OriginalsKind
 from dataparallel.tools.bench.simulate.machine import SimulatedMachine
 from dataparallel.tools.bench.simulate.player import Instruction
 from dataparallel.virtual import TraceEntry
@@ -75,7 +76,9 @@ class StepTrace:
 
 
 def record(model: Model, devices: int, wrapper: str) -> StepTrace:
-    """Record steps of ``"bare"`` on one device, or of ours: ``"ddp"``, ``"captured"``, ``"dp"``.
+    """Record steps of ``"bare"`` on one device, or of ours.
+
+    Ours are ``"ddp"``, ``"spread"`` with originals on all devices, ``"captured"``, and ``"dp"``.
 
     Raises:
         ValueError: More devices are wanted than there are virtual ones.
@@ -120,7 +123,9 @@ def _wrap(module: nn.Module, slots: Sequence[str], wrapper: str) -> Any:
         return module
     if wrapper == "dp":
         return DataParallel(module, slots)
-    return DistributedDataParallel(module, slots, capture=wrapper == "captured")
+    originals: OriginalsKind = "spread" if wrapper == "spread" else "home"
+    captured = wrapper == "captured"
+    return DistributedDataParallel(module, slots, originals=originals, capture=captured)
 
 
 def _step(trained: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor, mark: Any) -> None:

@@ -26,6 +26,7 @@ from dataparallel.tools.bench.simulate.record import Model, StepTrace, Timing
 OURS = {
     "ddp": "our DistributedDataParallel",
     "captured": "the same, capture=True",
+    "spread": "the same, originals='spread'",
     "dp": "our DataParallel",
 }
 PEERS = {"torch-ddp": "torch DDP", "torch-dp": "torch.nn.DataParallel", "bare": "bare, whole batch"}

@@ -1,0 +1,593 @@
+"""Originals on all devices: training is that of the bare module, with less memory on each."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import dataparallel as dp
+from dataparallel import virtual
+from dataparallel.virtual import device_module
+from tests.cluster import Cluster
+from tests.models import assert_all_close
+
+DEVICES = [f"virtual:{i}" for i in range(4)]
+WIDTH = 24
+
+
+class Net(nn.Module):
+    """Layers with a tie, a buffer, a frozen part, and two parameters in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(torch.tanh(self.first(x)))
+        x = torch.tanh(self.second(x)) + self.frozen(x)
+        return self.last(torch.tanh(self.tied(x)))
+
+
+def batch(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(12, WIDTH, generator=generator)
+    return x, torch.randint(5, (12,), generator=generator)
+
+
+def wrap(net: nn.Module, num_devices: int, **options: Any) -> Any:
+    return dp.DistributedDataParallel(net, DEVICES[:num_devices], originals="spread", **options)
+
+
+def places(module: nn.Module) -> set[str]:
+    return {str(p.device) for p in module.parameters() if p.requires_grad}
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    """Return copies of the parameters on the host."""
+    return [p.detach().cpu().clone() for p in module.parameters()]
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """Compare lists of tensors, or the parameters of modules."""
+    both = [values(one) if isinstance(one, nn.Module) else one for one in (ours, theirs)]
+    assert_all_close(*both, rtol=1e-4, atol=1e-5)
+
+
+def losses(model: Any, net: nn.Module, optimizer: Any, step: int) -> Tensor:
+    x, y = batch(step)
+    home = "cpu" if model is net else DEVICES[0]
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x.to(home)), y.to(home))
+    loss.backward()
+    return loss.detach()
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+ADAMW: dict[str, Any] = {"lr": 0.01}
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, ADAMW),
+    (torch.optim.AdamW, {**ADAMW, "foreach": False}),
+    (torch.optim.AdamW, {**ADAMW, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9}),
+    (torch.optim.NAdam, {"lr": 0.01}),
+    (torch.optim.Adafactor, {"lr": 0.01}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "arguments"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", str(each))
+)
+def test_an_optimizer_with_a_state_goes_on(
+    kind: Any, arguments: dict[str, Any], num_devices: int
+) -> None:
+    """It was made before the wrapper, and has made a step; then schedules and clipping."""
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    ours, plain = (kind([p for p in n.parameters()], **arguments) for n in (net, bare))
+    for module, optimizer in ((net, ours), (bare, plain)):
+        losses(module, module, optimizer, 0)
+        optimizer.step()
+    model = wrap(net, num_devices)
+    assert len(places(net)) == num_devices
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (ours, plain)]
+    for step in range(1, 5):
+        pairs = zip((model, bare), (net, bare), (ours, plain), schedules, strict=True)
+        seen = []
+        for wrapper, module, optimizer, schedule in pairs:
+            loss = losses(wrapper, module, optimizer, step)
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            seen.append([loss.cpu(), norm.cpu(), *values(module)])
+        assert_close(*seen)
+    for p in net.parameters():
+        for part in ours.state[p].values() if p in ours.state else ():
+            assert not isinstance(part, Tensor) or not part.dim() or part.device == p.device
+    model.check_replicas()
+    model.close()
+
+
+def test_muon() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    muon = torch.optim.Muon
+    for wrapper, module in ((model, net), (bare, bare)):
+        matrices = [p for p in module.parameters() if p.dim() == 2 and p.requires_grad]
+        optimizer = muon(matrices, lr=0.01)
+        for step in range(3):
+            losses(wrapper, module, optimizer, step)
+            optimizer.step()
+    assert_all_close(values(net), values(bare), rtol=1e-3, atol=1e-4)
+
+
+class Sam(torch.optim.SGD):
+    """Steps with the gradient at a point nearby: Foret et al., 2020."""
+
+    def ascend(self) -> None:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([g.norm().to(grads[0].device) for g in grads]).norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["before"] = p.detach().clone()
+                    with torch.no_grad():
+                        p.add_(p.grad * (0.1 / (norm + 1e-12)).to(p.device))
+
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "before" in self.state[p]:
+                    with torch.no_grad():
+                        p.copy_(self.state[p].pop("before"))
+        self.step()
+
+
+def test_an_optimizer_that_computes_twice() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    for wrapper, module in ((model, net), (bare, bare)):
+        optimizer = Sam(module.parameters(), lr=0.1)
+        for step in range(3):
+            losses(wrapper, module, optimizer, step)
+            optimizer.ascend()
+            losses(wrapper, module, optimizer, step)
+            optimizer.descend()
+    assert_close(net, bare)
+
+
+def test_averages_made_before_and_after() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    average = get_ema_multi_avg_fn(0.9)
+    before = AveragedModel(net.to(DEVICES[0]), device=torch.device("cpu"))
+    model = wrap(net, 3)
+    after = AveragedModel(net, multi_avg_fn=average)
+    plain = AveragedModel(bare, multi_avg_fn=average)
+    means = AveragedModel(bare)
+    for wrapper, module, averages in ((model, net, (before, after)), (bare, bare, (means, plain))):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(3):
+            losses(wrapper, module, optimizer, step)
+            optimizer.step()
+            for each in averages:
+                each.update_parameters(module)
+    for mine, theirs in ((before, means), (after, plain)):
+        assert_close(mine, theirs)
+
+
+def test_scaled_gradients() -> None:
+    """GradScaler looks at the gradients of each device, and leaves out a step."""
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    for wrapper, module, kind in ((model, net, "virtual"), (bare, bare, "cpu")):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(kind, init_scale=8.0, growth_interval=2)
+        for step in range(4):
+            x, y = (t.to(DEVICES[0] if kind == "virtual" else "cpu") for t in batch(step))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(wrapper(x), y)
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_close(net, bare)
+
+
+def test_optimizers_that_cannot_be_spread_are_refused() -> None:
+    net = Net().eval()
+    model = wrap(net, 2)
+    optimizer = torch.optim.LBFGS(net.parameters())
+
+    def closure() -> float:
+        return float(losses(model, net, optimizer, 0))
+
+    with pytest.raises(RuntimeError, match="LBFGS puts all parameters into one vector"):
+        optimizer.step(closure)
+    with model.gather_originals():
+        assert torch.isfinite(torch.nn.utils.parameters_to_vector(net.parameters())).all()
+
+
+# --- modes of training ---------------------------------------------------------------------------
+
+
+def train(wrapper: Any, module: Any, how: str) -> list[Tensor]:
+    """Train in some mode; return what is to be the same."""
+    home = "cpu" if wrapper is module else DEVICES[0]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    seen: list[Tensor] = []
+    for step in range(4):
+        x, y = (t.to(home) for t in batch(step))
+        if how == "accumulation":
+            with wrapper.no_sync() if wrapper is not module else torch.enable_grad():
+                nn.functional.cross_entropy(wrapper(x.flip(0)), y).backward()
+        if how == "frozen" and step == 2:
+            module.second.requires_grad_(False)
+        if how == "thawed" and step == 2:
+            module.frozen.requires_grad_(True)
+        if how == "added" and step == 2:
+            torch.manual_seed(1)
+            extra = nn.Linear(WIDTH, 5)
+            module.last = extra.to(next(module.last.parameters()).device).to(home)
+            optimizer.add_param_group({"params": list(module.last.parameters())})
+        if how == "assigned" and step == 2:
+            state = {name: value.cpu().to(home) / 2 for name, value in module.state_dict().items()}
+            module.load_state_dict(state, assign=True)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        if how == "moved" and step == 2:
+            module.to(home)
+        output = wrapper(x)
+        if how == "second order":
+            inputs = [p for p in module.parameters() if p.requires_grad]
+            loss = nn.functional.cross_entropy(output, y)
+            grads = torch.autograd.grad(loss, inputs, create_graph=True)
+            loss = loss + sum(g.pow(2).sum().to(home) for g in grads)
+        else:
+            loss = nn.functional.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [loss.detach().cpu(), *values(module)]
+    return seen
+
+
+MODES = ("accumulation", "frozen", "thawed", "added", "assigned", "moved", "second order")
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_a_mode_of_training(how: str) -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    assert_close(train(model, net, how), train(bare, bare, how))
+    assert len(places(net)) > 1
+    model.check_replicas()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nonfinite": "raise"},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001},
+        {"capture": True},
+    ],
+    ids=str,
+)
+def test_an_option(options: dict[str, Any]) -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3, **options)
+    assert_close(train(model, net, ""), train(bare, bare, ""))
+
+
+def test_steps_in_backward() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    model.step_in_backward(torch.optim.AdamW, lr=0.01)
+    plain = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    for step in range(4):
+        x, y = (t.to(DEVICES[0]) for t in batch(step))
+        nn.functional.cross_entropy(model(x), y).backward()
+        losses(bare, bare, plain, step)
+        plain.step()
+    assert_close(net, bare)
+
+
+# --- the module by itself ------------------------------------------------------------------------
+
+
+def test_the_module_cannot_run_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    x = batch(0)[0].to(DEVICES[0])
+    with caplog.at_level(logging.INFO, "dataparallel"):
+        model = wrap(net, 3)
+    assert "parameters were moved to their owners: virtual:0" in caplog.text
+    weight = net.first.weight
+    for module in (net, copy.deepcopy(net), dp.DataParallel(net, DEVICES[:2])):
+        with pytest.raises((RuntimeError, ValueError), match="gather_originals"):
+            module(x)
+    expected = bare(x.cpu())
+    with model.gather_originals():
+        assert places(net) == {DEVICES[0]}
+        torch.testing.assert_close(net(x).cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert len(places(net)) == 3 and net.first.weight is weight
+    model.gather_originals()
+    torch.testing.assert_close(net(x).cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model(x).cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert len(places(net)) == 3
+
+
+def test_another_wrapper_of_the_module() -> None:
+    """As when a cell of a notebook runs again; one with originals at home brings them back."""
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    ours, plain = (torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, bare))
+    makes: list[Callable[[nn.Module], Any]] = [
+        lambda n: wrap(n, 3),
+        lambda n: wrap(n, 3),
+        lambda n: wrap(n, 2),
+        lambda n: dp.DistributedDataParallel(n, DEVICES[:3]),
+        lambda n: wrap(n, 4),
+    ]
+    for step, make in enumerate(makes):
+        model = make(net)
+        for wrapper, module, optimizer in ((model, net, ours), (bare, bare, plain)):
+            losses(wrapper, module, optimizer, step)
+            optimizer.step()
+        assert_close(net, bare)
+        model.close()
+
+
+def test_checkpoints_are_for_any_layout() -> None:
+    net = Net().eval()
+    model = wrap(net, 4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(2):
+        losses(model, net, optimizer, step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, map_location="cpu")
+    found = []
+    for make in (lambda n: n, lambda n: wrap(n, 3), lambda n: dp.DataParallel(n, DEVICES[:2])):
+        other = Net().eval()
+        wrapper = make(other)
+        again = torch.optim.AdamW(other.parameters(), lr=0.01)
+        other.load_state_dict(saved["model"])
+        again.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        losses(wrapper, other if wrapper is other else wrapper.module, again, 2)
+        again.step()
+        found.append(values(other))
+    losses(model, net, optimizer, 2)
+    optimizer.step()
+    for each in found:
+        assert_close(each, net)
+    # A copy of the wrapper trains, too.
+    restored = copy.deepcopy(model)
+    x = batch(7)[0].to(DEVICES[0])
+    torch.testing.assert_close(restored(x), model(x))
+
+
+def test_what_cannot_be_spread() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4, device=DEVICES[0]), nn.Linear(4, 4, device=DEVICES[1]))
+    with pytest.raises(ValueError, match="layers of this module are on several devices"):
+        dp.DistributedDataParallel(layers, [DEVICES[0]], originals="spread")
+    with pytest.raises(ValueError, match="the module must be on virtual:0"):
+        wrap(layers, 2)
+    with pytest.raises(ValueError, match="originals"):
+        dp.DistributedDataParallel(Net(), DEVICES[:2], originals="everywhere")  # type: ignore[arg-type]
+
+
+def test_parameters_in_one_memory_move_together() -> None:
+    net = nn.Module()
+    memory = torch.arange(4000.0)
+    for name, part in (("a", memory[:3000]), ("b", memory[1000:]), ("c", torch.ones(4000))):
+        net.register_parameter(name, nn.Parameter(part))
+    model = wrap(net.to(DEVICES[0]), 2)
+    assert len(places(net)) == 2
+    # The move to the first device has parted them, as torch's does.
+    net = nn.Module()
+    memory = torch.arange(4000.0, device=DEVICES[0])
+    for name, part in (("a", memory[:3000]), ("b", memory[1000:]), ("c", torch.ones(4000))):
+        net.register_parameter(name, nn.Parameter(part.to(DEVICES[0])))
+    model = wrap(net, 2)
+    assert net.a.device == net.b.device != net.c.device
+    with torch.no_grad():
+        net.a[1000] = -1
+    assert net.b[0].item() == -1
+    model.close()
+
+
+# --- replicas and processes ----------------------------------------------------------------------
+
+
+def test_fewer_and_more_replicas() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    ours, plain = (torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, bare))
+    changes = [lambda: None, lambda: model.drop_replica(1), lambda: model.add_replica(DEVICES[3])]
+    for step, change in enumerate([*changes, lambda: model.drop_replica(2)]):
+        change()
+        for wrapper, module, optimizer in ((model, net, ours), (bare, bare, plain)):
+            losses(wrapper, module, optimizer, step)
+            optimizer.step()
+        assert places(net) == {str(device) for device in model.device_ids}
+        assert_close(net, bare)
+
+
+def _train_in_processes(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+    net = Net().eval()
+    model = wrap(net, 2, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for step in range(4):
+        x, y = (t.to(DEVICES[0]) for t in batch(step, rank))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step == 1 and rank == 0:
+            with model.gather_originals():
+                net(x)
+    model.check_replicas()
+    assert len(places(net)) == 2
+    return values(net)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"average": "samples"}], ids=str)
+def test_processes(cluster: Cluster, options: dict[str, Any]) -> None:
+    """One of them brings the originals together between two steps, and the other does not."""
+    found = cluster.run(_train_in_processes, 2, options, virtual=True)
+    bare = Net().eval()
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            x, y = batch(step, rank)
+            (nn.functional.cross_entropy(bare(x), y) / 2).backward()
+        optimizer.step()
+    for each in found:
+        assert_close(each, bare)
+
+
+def _with_other_owners(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="originals are spread: 3 in rank 0; 2 in rank 1"):
+        wrap(Net(), 3 - rank)
+    net = Net()
+    model = wrap(net, 2)
+    with pytest.raises(ValueError, match="make a new wrapper in all processes"):
+        model.drop_replica(1)
+    losses(model, net, torch.optim.SGD(net.parameters(), lr=0.1), 0)
+
+
+def test_processes_have_as_many_owners(cluster: Cluster) -> None:
+    cluster.run(_with_other_owners, 2, virtual=True)
+
+
+# --- memory and links ----------------------------------------------------------------------------
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(32)])
+
+
+def peaks(num_devices: int, originals: Any, **options: Any) -> list[float]:
+    """Return the peak of four steps on each device, in sizes of the parameters."""
+    gc.collect()
+    devices = DEVICES[:num_devices]
+    before = [device_module.memory_allocated(device) for device in devices]
+    with virtual.dry_mode(), torch.device(DEVICES[0]):
+        net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(64)])
+        size = sum(p.nbytes for p in net.parameters())
+        model = dp.DistributedDataParallel(net, devices, originals=originals)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, **options)
+        x = torch.randn(num_devices, 2048)
+        for device in devices:
+            device_module.synchronize(device)
+            device_module.reset_peak_memory_stats(device)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        found = [device_module.max_memory_allocated(device) for device in devices]
+        model.close()
+    return [(peak - own) / size for peak, own in zip(found, before, strict=True)]
+
+
+def test_no_device_holds_everything() -> None:
+    """Parameters, a quarter of gradients and states, and what is on its way; from step 0 on."""
+    home, *_ = peaks(4, "home", foreach=False)
+    assert home > 4
+    assert max(peaks(4, "spread", foreach=False)) < 1.92
+    # It needs its parameters once more while it steps.
+    assert max(peaks(4, "spread", foreach=True)) < 2.1
+    # Parameters and states are one and a half times what a device has.
+    for device in DEVICES:
+        limit = device_module.memory_allocated(device) + 2 * 2**20 * 1025
+        virtual.set_memory_limit(device, limit)
+    try:
+        peaks(4, "spread", foreach=False)
+        with pytest.raises(torch.OutOfMemoryError):
+            peaks(4, "home", foreach=False)
+    finally:
+        virtual.set_memory_limit(None, None)
+
+
+def test_a_model_that_no_device_can_hold_trains() -> None:
+    net = deep()
+    bare = copy.deepcopy(net)
+    size = sum(p.nbytes for p in net.parameters())
+    gc.collect()
+    for device in DEVICES:
+        # Two thirds of what training needs; pieces are large for such a model.
+        limit = device_module.memory_allocated(device) + int(2.7 * size)
+        virtual.set_memory_limit(device, limit)
+    try:
+        home = dp.DistributedDataParallel(copy.deepcopy(net), DEVICES)
+        optimizer = torch.optim.AdamW(home.parameters(), lr=0.01, foreach=False)
+        x = torch.randn(8, 256)
+        with pytest.raises(torch.OutOfMemoryError):
+            for _ in range(2):
+                home(x.to(DEVICES[0])).square().mean().backward()
+                optimizer.step()
+        home.close()
+        del home, optimizer
+        gc.collect()
+        model = wrap(net, 4, bucket_cap_mb=0.25)
+        settings: dict[str, Any] = {"lr": 0.01, "eps": 1e-2, "foreach": False}
+        optimizer = torch.optim.AdamW(net.parameters(), **settings)
+        plain = torch.optim.AdamW(bare.parameters(), **settings)
+        for _ in range(3):
+            for wrapper, each, place in ((model, optimizer, DEVICES[0]), (bare, plain, "cpu")):
+                each.zero_grad()
+                wrapper(x.to(place)).square().mean().backward()
+                each.step()
+        assert_all_close(values(net), values(bare), rtol=1e-3, atol=1e-4)
+    finally:
+        virtual.set_memory_limit(None, None)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_each_port_carries_its_part(num_devices: int) -> None:
+    net = deep()
+    size = sum(p.nbytes for p in net.parameters())
+    model = wrap(net, num_devices)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(num_devices, 256, device=DEVICES[0])
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        virtual.reset_counters()
+    model(x).sum().backward()
+    for device in range(num_devices):
+        sent = sum(n for (source, _), n in virtual.routes().items() if source == device)
+        received = sum(n for (_, target), n in virtual.routes().items() if target == device)
+        # To all others its part of the parameters, and to each owner gradients of its part.
+        expected = 2 * (num_devices - 1) / num_devices * size
+        assert sent == pytest.approx(expected, rel=0.1)
+        assert received == pytest.approx(expected, rel=0.1)
