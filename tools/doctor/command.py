@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from dataparallel.tools.arguments import add_command
+from dataparallel.tools.arguments import add_command, count, late, positive
 from dataparallel.tools.doctor import accelerators, basics, kernels
 from dataparallel.tools.doctor.check import Check, Probe
 
@@ -22,10 +23,39 @@ def add_to(commands: Subparsers) -> None:
         commands,
         "doctor",
         summary="Show devices, drivers, compilers and extras, and what to do about missing ones.",
-        examples=["dataparallel doctor", "dataparallel doctor --json > machine.json"],
+        examples=[
+            "dataparallel doctor",
+            "dataparallel doctor --json > machine.json",
+            "dataparallel doctor --fits train.py:make_model    # which mode has room for it",
+            "dataparallel doctor --fits train.py:Net --gpus 4 --memory 24GiB",
+            "dataparallel doctor --fits train.py:Net --optimizer sgd:momentum=0.9 --dtype bfloat16",
+        ],
         run=_run,
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the findings as JSON")
+    add("--fits", metavar="FILE:NAME",
+        help="instead, show which mode of training has room for the module that a function without "
+        "arguments, or a class, of this file makes; it is built on the meta device")  # fmt: skip
+    add("--gpus", type=count, metavar="N", help="devices; default: those of this machine")
+    add("--memory", type=_memory, metavar="SIZE",
+        help="of each device, as 24GiB or 80GB; default: that of this machine's")  # fmt: skip
+    add("--optimizer", default="adamw", metavar="NAME",
+        help="of torch.optim, also with arguments: sgd:momentum=0.9; default: adamw")  # fmt: skip
+    add("--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of the parameters; default: as the module has them")  # fmt: skip
+
+
+def _memory(text: str) -> int:
+    """Convert a size such as ``24GiB``, ``80GB`` or a number of bytes."""
+    number, power = text.strip().lower().removesuffix("b"), 1000
+    if number.endswith("i"):
+        number, power = number[:-1], 1024
+    exponent = " kmgt".find(number[-1:]) if number[-1:].isalpha() else 0
+    if exponent < 0 or (power == 1024 and not exponent):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size such as 24GiB or 80GB")
+    scale: int = power**exponent
+    return round(positive(number[:-1] if exponent else number) * scale)
 
 
 def examine(probe: Probe | None = None) -> list[Check]:
@@ -59,7 +89,16 @@ def exit_status(checks: Sequence[Check]) -> int:
     return int(any(check.essential and check.status == "problem" for check in checks))
 
 
+def _fits() -> ModuleType:
+    from dataparallel.tools.doctor import fits
+
+    return fits
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.fits:
+        status: int = late(_fits, extra="tools")(arguments)
+        return status
     checks = examine()
     if arguments.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
