@@ -591,3 +591,116 @@ def test_each_port_carries_its_part(num_devices: int) -> None:
         expected = 2 * (num_devices - 1) / num_devices * size
         assert sent == pytest.approx(expected, rel=0.1)
         assert received == pytest.approx(expected, rel=0.1)
+
+
+# --- between two calls of the wrapper -------------------------------------------------------------
+
+
+def test_gathered_between_forward_and_backward() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    for step in range(3):
+        x, y = batch(step)
+        net.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(DEVICES[0])), y.to(DEVICES[0]))
+        model.gather_originals()
+        loss.backward()
+        bare.zero_grad()
+        nn.functional.cross_entropy(bare(x), y).backward()
+        found = [p for p in net.parameters() if p.grad is not None]
+        assert all(p.grad is not None and p.grad.device == p.device for p in found)
+        expected = [p.grad for p in bare.parameters() if p.grad is not None]
+        assert_close([p.grad.cpu() for p in found if p.grad is not None], expected)
+
+
+def test_blocks_of_gathered_originals_within_each_other() -> None:
+    net = Net().eval()
+    model = wrap(net, 3)
+    x = batch(0)[0].to(DEVICES[0])
+    with model.gather_originals():
+        with model.gather_originals():
+            net(x)
+        net(x)
+    assert len(places(net)) == 3
+
+
+def test_parameters_of_another_dtype() -> None:
+    """The replicas compute with what the parameters are, not with what they were."""
+    net = Net().eval()
+    model = wrap(net, 3)
+    x = batch(0)[0].to(DEVICES[0])
+    model(x).sum().backward()
+    net.zero_grad()
+    net.double()
+    assert model(x.double()).dtype == torch.float64
+    assert len(places(net)) == 3
+
+
+class Scaled(torch.optim.Optimizer):
+    """Keeps numbers on the devices, in its state and in lists there."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state.update(norm=torch.zeros((), device=p.device), sums=[p.grad.clone()])
+                state["norm"].add_(p.grad.norm())
+                state["sums"][0].add_(p.grad)
+                p.sub_(0.01 * state["sums"][0] / (1 + state["norm"]))
+
+
+def test_numbers_on_a_device_follow() -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    ours, plain = Scaled(net.parameters()), Scaled(bare.parameters())
+    for step in range(4):
+        for wrapper, module, optimizer in ((model, net, ours), (bare, bare, plain)):
+            losses(wrapper, module, optimizer, step)
+            if step == 2:
+                model.gather_originals()
+            optimizer.step()
+        assert_close(net, bare)
+
+
+def test_verification() -> None:
+    net = Net().eval()
+    found = dp.verify(wrap(net, 3), batch(0)[0].to(DEVICES[0]))
+    assert found, str(found)
+    assert len(places(net)) == 3
+
+
+def test_a_small_batch_does_not_part_the_replicas() -> None:
+    model = wrap(deep(), 4, bucket_cap_mb=0.25)
+    for size in (8, 8, 2):
+        model(torch.randn(size, 256, device=DEVICES[0])).sum().backward()
+    assert model.reducer.buckets.keeps_together
+
+
+def _freeze_and_gather(rank: int, world_size: int) -> list[Tensor]:
+    net = Net().eval()
+    model = wrap(net, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        x, y = (t.to(DEVICES[0]) for t in batch(step, rank))
+        optimizer.zero_grad()
+        if step == 2:
+            net.second.requires_grad_(False)
+            if rank == 0:
+                with model.gather_originals():
+                    net(x)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model.check_replicas()
+    return values(net)
+
+
+def test_owners_stay_where_one_process_gathers_what_was_frozen(cluster: Cluster) -> None:
+    first, second = cluster.run(_freeze_and_gather, 2, virtual=True)
+    assert_close(first, second)

@@ -553,6 +553,7 @@ class _Backward:
             weight=cut.weight,
             task=torch_internals.current_graph_task_id(),
             last=self._last,
+            in_all=len(self._grads) == len(self._cuts.leaves),
             ending=cut.ending,
             forwards=self._forwards,
         )

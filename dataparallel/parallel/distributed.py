@@ -266,6 +266,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         #: True if the backward of the next forward is reduced over processes.
         self.require_backward_grad_sync = True
         self._weight, self._has_begun = _NextWeight(), False
+        # The number of open blocks of `gather_originals()`.
+        self._num_gathering = 0
         Joinable.__init__(self)
 
     # --- what it is trained with -----------------------------------------------------------------
@@ -428,12 +430,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
     @contextmanager
     def _spreading(self) -> Iterator[None]:
-        """Spread the originals again at the end of a ``with`` block."""
+        """Spread the originals again at the end of the outermost ``with`` block."""
+        self._num_gathering += 1
         try:
             yield
         finally:
             with self._forwards:
-                self._training.fits(self.module)
+                self._num_gathering -= 1
+                if not self._num_gathering:
+                    self._training.fits(self.module)
 
     # --- what its users say ----------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from dataparallel.reducer.reducer import Reducer
 from dataparallel.reducer.verify import verify_across_processes
 from dataparallel.reducer.vote import Agreement
 from dataparallel.replicas.clones import check_placement, place, refuse_uninitialized
-from dataparallel.replicas.spread import end, spread, was_spread
+from dataparallel.replicas.spread import end, lay_out, spread, was_spread
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Training:
         self._refuse_options(is_model_parallel=is_model_parallel)
         refuse_uninitialized(module)
         self._trained = trained_parameters(module)
+        # By parameter, the number of its owner among the devices; empty with originals at home.
+        self._owners: list[int] = []
         if not is_model_parallel:
             self._arrange()
         trained = set(self._trained.indices)
@@ -149,15 +151,22 @@ class Training:
                 "devices; leave one of them out"
             )
 
-    def _arrange(self) -> None:
-        """Let the originals be where they belong; an error if somebody has put some elsewhere."""
+    def _arrange(self, *, again: bool = False) -> None:
+        """Let the originals be where they belong; an error if somebody has put some elsewhere.
+
+        With ``again`` they keep their owners, in whose order other processes send buckets.
+        """
         module, devices = self._module, self._runner.devices
         home, may_move = devices[0], set[int]()
         if was_spread(module):
             may_move = {id(p) for p in module.parameters() if p.device.type == home.type}
         check_placement(module, home, but=may_move)
-        if self.options.spreads:
+        parameters, places = list(module.parameters()), list(dict.fromkeys(devices))
+        if again and self.leaves.stands_for(parameters):
+            lay_out(module, parameters, [places[owner] for owner in self._owners])
+        elif self.options.spreads:
             spread(module, self._trained.parameters, devices)
+            self._owners = [places.index(parameter.device) for parameter in parameters]
         elif may_move:
             end(module, home)
 
@@ -203,8 +212,8 @@ class Training:
     def use_runner(self, runner: Runner) -> None:
         """Train on another runner's devices from now on; the other processes need not know."""
         self.cuts.retire()
-        self._runner = runner
-        self._arrange()
+        before, self._runner = len(set(self._runner.devices)), runner
+        self._arrange(again=self.options.spreads and len(set(runner.devices)) == before)
         with self._as_made():
             leaves = self._make_leaves()
             self.reducer.use_leaves(leaves)
@@ -218,7 +227,7 @@ class Training:
         if not same and self.options.spreads:
             # Somebody has moved them, which the other processes need not know.
             place(module, self._runner.devices)
-            self._arrange()
+            self._arrange(again=True)
             same = self.clones.follow() and self.leaves.follow()
         return same and not any(map(attrgetter("requires_grad"), self._untrained))
 

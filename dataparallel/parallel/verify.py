@@ -61,6 +61,7 @@ from dataparallel.parallel.differences import (
 )
 from dataparallel.parallel.distributed import DistributedDataParallel
 from dataparallel.reducer.parameters import ignored_names, shared_tensors
+from dataparallel.replicas.spread import end, was_spread
 from dataparallel.torch_internals import BatchNorm
 
 #: A cause, and what to do.
@@ -176,6 +177,9 @@ class _Verifier:
 
     def __init__(self, case: Case, rtol: float | None, atol: float | None) -> None:
         self._case, self._model, self._module = case, case.model, case.model.module
+        if was_spread(self._module):
+            self._module = copied(self._module, drops=True)
+            end(self._module, case.model.device_ids[0])
         self._rtol, self._atol = _rounding(case) if rtol is None else rtol, atol
         reduces = isinstance(case.model, DistributedDataParallel)
         group = case.model.process_group if reduces else None

@@ -37,6 +37,7 @@ from dataparallel.reducer.round import Round
 from dataparallel.reducer.sending import Transfer
 from dataparallel.reducer.statistics import Statistics
 from dataparallel.reducer.vote import CAME, Agreement, Vote, late_error, linger
+from dataparallel.replicas import spread
 
 if TYPE_CHECKING:
     from dataparallel.optim.in_backward import StepsInBackward
@@ -102,6 +103,9 @@ class Reducer:
         self._make_buckets()
 
     def _make_buckets(self) -> None:
+        # Where the originals are to be, and the number of moves for which they are known to be.
+        self._homes = [parameter.device for parameter in self.trained.parameters]
+        self._num_moves = spread.num_moves()
         self.buckets = Buckets(
             self.trained,
             self._leaves,
@@ -200,14 +204,16 @@ class Reducer:
         weight: float = 1.0,
         task: int = NO_TASK,
         last: bool = True,
+        in_all: bool = False,
         ending: weakref.ref[Ending] | None = None,
         forwards: Sequence[Forward] = (),
     ) -> Gradients:
         """Run the backward of the replicas, and reduce what their leaves got.
 
         The engine's backward has the number ``task``, and other forwards of it follow if this is
-        not the ``last``; ``ending`` is that of an outer backward in which the forward ran. Without
-        a task the process has no data, and takes part with zeros; its ``.grad`` should be None.
+        not the ``last``; ``in_all`` is true if it runs in all replicas. ``ending`` is that of an
+        outer backward in which the forward ran. Without a task the process has no data, and takes
+        part with zeros; its ``.grad`` should be None.
         ``forwards``: those to which the backward comes.
         Returns what is to be added to ``.grad`` of each original, None where nothing is.
         """
@@ -223,7 +229,7 @@ class Reducer:
                     if outer is None and task != NO_TASK:
                         outer = Ending()
                     round_ = self._begin(task, outer, synchronize, weight, forwards)
-            round_.enter(task, last=last)
+            round_.enter(task, last=last, in_all=in_all)
             backward()
             if not round_.leave():
                 return [None] * len(self.used)
@@ -251,6 +257,11 @@ class Reducer:
             accumulated = Accumulated(parameters, summed=summed, home=home)
         if self._vote is not None and synchronize:
             self.read_vote()
+        # Somebody may have gathered them since the forward.
+        if spread.num_moves() != self._num_moves:
+            if [parameter.device for parameter in self.trained.parameters] != self._homes:
+                spread.move(self.trained.parameters, self._homes)
+            self._num_moves = spread.num_moves()
         if self._optimizers is not None:
             refuse_accumulation(home, synchronized=synchronize)
         if self.order and not self.buckets.ordered:

@@ -32,7 +32,7 @@ device waits until the oldest one has left. It does so where links are slower th
 
 The hosts of the replicas stay together for the same reason: the thread of a replica that is several
 buckets ahead waits for the others. Replicas may use different parameters. So if nothing comes for a
-while, nobody waits any more.
+while, nobody waits any more. Nor does anybody where a small batch leaves out a replica.
 
 A hook of the user, and an optimizer that steps in backward, find the sums on the usual stream.
 """
@@ -124,6 +124,8 @@ class Round:
         self._num_running, self._all_came = 0, False
         # True if buckets are taken as soon as they are complete.
         self._eager: bool | None = None
+        # True if the threads of the replicas stay together. See Note [Gradients on their way].
+        self._keeps_together = False
 
         # Per replica, what was taken of each bucket so far, in their order; empty when summed up.
         self._taken: list[list[Row]] = [[] for _ in buckets.all[0].leaves]
@@ -175,7 +177,7 @@ class Round:
             "hook; let one end before the next begins"
         )
 
-    def enter(self, task: int, *, last: bool) -> None:
+    def enter(self, task: int, *, last: bool, in_all: bool) -> None:
         """Begin the backward of a cut; the first one sets gradients from before the round aside.
 
         An error here is told to the other ranks.
@@ -189,6 +191,7 @@ class Round:
             if is_first:
                 # No other cut follows, and one thread at a time takes gradients of a replica.
                 self._eager = last and self.buckets.on_one_device
+                self._keeps_together = in_all and self.buckets.keeps_together
         if is_first:
             self.buckets.refuse_astray()
             if self.transfer is not None:
@@ -231,7 +234,7 @@ class Round:
             self._look(replica, bucket, grads)
             taken.append(self._pack(replica, bucket, grads))
             self._sum_complete()
-            if self.buckets.keeps_together and self._beside:
+            if self._keeps_together and self._beside:
                 self._wait_for_others(len(taken) - self.buckets.num_ahead)
 
     def _wait_for_others(self, number: int) -> None:
@@ -242,6 +245,7 @@ class Round:
 
         with self._summed:
             if not self._summed.wait_for(may_go_on, timeout=_PATIENCE):
+                self._keeps_together = False
                 self.buckets.part()
 
     def _look(self, replica: int, bucket: Bucket, grads: Gradients) -> None:

@@ -30,7 +30,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dataparallel import torch_internals
-from dataparallel.devices import is_capturing
+from dataparallel.devices import is_accelerator, is_capturing
 from dataparallel.errors import listed
 from dataparallel.graph.originals import IN_GRAD
 
@@ -135,15 +135,23 @@ def spread(
     kept = set(map(id, chosen))
     rest = [parameter for parameter in module.parameters() if id(parameter) not in kept]
     owners = owners_of(chosen, [device for device in devices if device.type == devices[0].type])
-    moved = move([*chosen, *rest], [*owners, *[devices[0]] * len(rest)])
+    moved = lay_out(module, [*chosen, *rest], [*owners, *[devices[0]] * len(rest)])
     if moved:
         places = Counter[str]()
         for parameter in chosen:
             places[str(parameter.device)] += parameter.nbytes
         shares = [f"{place} {size / 2**20:.1f} MiB" for place, size in sorted(places.items())]
         _log.info("%d parameters were moved to their owners: %s", moved, listed(shares))
-    if len(set(owners)) > 1 and not was_spread(module):
+
+
+def lay_out(
+    module: nn.Module, parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]
+) -> int:
+    """Move all parameters of a module in place, and refuse calls of it; returns how many moved."""
+    moved = move(parameters, targets)
+    if len(set(targets)) > 1 and not was_spread(module):
         module.register_forward_pre_hook(refuse_alone, prepend=True)
+    return moved
 
 
 def gather(module: nn.Module, device: torch.device) -> None:
@@ -158,6 +166,11 @@ def end(module: nn.Module, device: torch.device) -> None:
     hooks = torch_internals.forward_pre_hooks(module)
     for key in [key for key, hook in hooks.items() if hook is refuse_alone]:
         del hooks[key]
+
+
+def num_moves() -> int:
+    """Return the number of moves so far."""
+    return _last_move
 
 
 def move(parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]) -> int:
@@ -249,7 +262,8 @@ def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 def _follow(value: Any, parameter: torch.Tensor, follows: bool) -> Any:
     """Return a part of a state, with its tensors where the parameter is; counts as torch does."""
     if isinstance(value, torch.Tensor):
-        stays = value.device == parameter.device or not (follows or value.dim())
+        is_count = not (follows or value.dim() or is_accelerator(value.device))
+        stays = is_count or value.device == parameter.device
         return value if stays else value.to(parameter.device)
     if isinstance(value, dict):
         return {key: _follow(part, parameter, follows) for key, part in value.items()}

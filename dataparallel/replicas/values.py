@@ -545,6 +545,8 @@ class ReplicaParameters:
         self._originals, self._layouts = list(originals), list(map(_layout, originals))
         #: The number of times that an original was frozen, or came to other memory.
         self.num_changes = 0
+        # False while an original is other than its leaves.
+        self._is_current = True
         members: dict[torch.device, list[int]] = {}
         for index, original in enumerate(originals):
             members.setdefault(original.device, []).append(index)
@@ -568,7 +570,8 @@ class ReplicaParameters:
     def follow(self) -> bool:
         """Let the leaves be what the originals are now: frozen or not, and in the same memory."""
         before = list(map(_entries, self._states))
-        if list(map(States.now, self._states)) == before:
+        self._is_current &= list(map(States.now, self._states)) == before
+        if self._is_current:
             return True
         if list(map(_layout, self._originals)) != self._layouts:
             return False
@@ -582,6 +585,7 @@ class ReplicaParameters:
                     leaf.data = value.data
                 vars(leaf).clear()
                 _take_attributes(leaf, original)
+        self._is_current = True
         return True
 
 
