@@ -185,7 +185,10 @@ class SumPlan:
 
     def hubs_to(self, home: torch.device) -> list[torch.device]:
         """Return the devices that may add up what is to be on ``home``."""
-        return [home, *(self._places - {home})] if self.is_direct else _hubs(home, self._places)
+        if not self.is_direct:
+            return _hubs(home, self._places)
+        # With one other device there is nothing to share.
+        return [home, *(self._places - {home})] if len(self._places) > 2 else [home]
 
     def pieces(
         self, total: torch.Tensor, home: torch.device

@@ -211,7 +211,7 @@ class Buckets:
             if self.over_links
         ]
         #: The bytes of gradients of a replica that may be on their way to several homes.
-        self.room = num_bytes // 32
+        self.room = num_bytes // 16
         #: The number of buckets that one replica may be ahead of the others, if they stay together.
         self.num_ahead = max(2, len(self.homes) // 2)
         several = len({row[0].device for row in leaves}) == len(leaves)
