@@ -64,6 +64,9 @@ class Training:
         clones: The standing clones, which have these.
     """
 
+    # By parameter, the number of its owner among the devices; empty with originals at home.
+    _owners: Sequence[int] = ()
+
     def __init__(
         self,
         module: nn.Module,
@@ -86,8 +89,6 @@ class Training:
         self._refuse_options(is_model_parallel=is_model_parallel)
         refuse_uninitialized(module)
         self._trained = trained_parameters(module)
-        # By parameter, the number of its owner among the devices; empty with originals at home.
-        self._owners: list[int] = []
         if not is_model_parallel:
             self._arrange()
         trained = set(self._trained.indices)
