@@ -33,7 +33,7 @@ def losses(printed: str) -> list[float]:
 
 
 def test_all_examples_are_tried() -> None:
-    elsewhere = {"notebook.ipynb", "train_digits.py", "parameter_server.py"}
+    elsewhere = {"notebook.ipynb", "train_digits.py", "parameter_server.py", "memory.py"}
     there = {path.name for path in _EXAMPLES.iterdir() if path.is_file()}
     assert there == {*_SHORT, *elsewhere}
     for name in _SHORT:
@@ -103,6 +103,15 @@ def kill_at_step_100(folder: pathlib.Path) -> None:
                 break
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_net_whose_state_fits_on_no_device_is_trained(tmp_path: pathlib.Path) -> None:
+    printed = launched(_EXAMPLES / "memory.py", 1, tmp_path, virtual=True)
+    assert re.search(r"^home runs out of memory: virtual:\d", printed, re.MULTILINE), printed
+    peaks = re.findall(r"virtual:\d: peak .* MiB, (\d\.\d+) times the parameters", printed)
+    assert len(peaks) == 4 and max(map(float, peaks)) < 3
+    assert losses(printed)[-1] < 0.2 * losses(printed)[0]
+    assert float(re.findall(r"to the bare module's: (.*)", printed)[0]) < 1e-5
 
 
 # --- notebooks -------------------------------------------------------------------------------
