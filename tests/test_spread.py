@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dataparallel as dp
 from dataparallel import virtual
+from dataparallel.reducer import round as round_
 from dataparallel.virtual import device_module
 from tests.cluster import Cluster
 from tests.models import assert_all_close
@@ -342,6 +343,23 @@ def test_the_module_cannot_run_by_itself(caplog: pytest.LogCaptureFixture) -> No
     assert len(places(net)) == 3
 
 
+def test_a_forward_cannot_gather_the_originals() -> None:
+    held: list[Any] = []
+
+    class Gathers(Net):
+        def forward(self, x: Tensor) -> Any:
+            if len(x) < 4:
+                held[0].gather_originals()
+            return super().forward(x)
+
+    model = wrap(Gathers().eval(), 3)
+    held.append(model)
+    with pytest.raises(RuntimeError, match="call it between two steps"):
+        model(batch(0)[0][:9].to(DEVICES[0]))
+    x = batch(0)[0]
+    torch.testing.assert_close(model(x.to(DEVICES[0])).cpu(), Net().eval()(x))
+
+
 def test_another_wrapper_of_the_module() -> None:
     """As when a cell of a notebook runs again; one with originals at home brings them back."""
     net = Net().eval()
@@ -405,7 +423,7 @@ def test_what_cannot_be_spread() -> None:
 
 
 def test_parameters_in_one_memory_move_together() -> None:
-    net = nn.Module()
+    net: Any = nn.Module()
     memory = torch.arange(4000.0)
     for name, part in (("a", memory[:3000]), ("b", memory[1000:]), ("c", torch.ones(4000))):
         net.register_parameter(name, nn.Parameter(part))
@@ -519,8 +537,10 @@ def peaks(num_devices: int, originals: Any, **options: Any) -> list[float]:
     return [(peak - own) / size for peak, own in zip(found, before, strict=True)]
 
 
-def test_no_device_holds_everything() -> None:
+def test_no_device_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, a quarter of gradients and states, and what is on its way; from step 0 on."""
+    # However slow one of the threads is.
+    monkeypatch.setattr(round_, "_PATIENCE", 100.0)
     home, *_ = peaks(4, "home", foreach=False)
     assert home > 4
     assert max(peaks(4, "spread", foreach=False)) < 1.92
@@ -538,14 +558,15 @@ def test_no_device_holds_everything() -> None:
         virtual.set_memory_limit(None, None)
 
 
-def test_a_model_that_no_device_can_hold_trains() -> None:
+def test_a_model_that_no_device_can_hold_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_, "_PATIENCE", 100.0)
     net = deep()
     bare = copy.deepcopy(net)
     size = sum(p.nbytes for p in net.parameters())
     gc.collect()
     for device in DEVICES:
-        # Two thirds of what training needs; pieces are large for such a model.
-        limit = device_module.memory_allocated(device) + int(2.7 * size)
+        # Training needs four of them; pieces are large for such a model.
+        limit = device_module.memory_allocated(device) + int(3.4 * size)
         virtual.set_memory_limit(device, limit)
     try:
         home = dp.DistributedDataParallel(copy.deepcopy(net), DEVICES)

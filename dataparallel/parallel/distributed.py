@@ -423,9 +423,20 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         Returns:
             A context manager, at whose end the parameters are spread again.
+
+        Raises:
+            RuntimeError: A forward of the wrapper is under way in another thread.
         """
-        with self._forwards:
+        # Its replicas would wait for the forward, and that for them.
+        if not self._forwards.acquire(blocking=False):
+            raise RuntimeError(
+                "gather_originals() was called while a forward of this wrapper runs in another "
+                "thread, which needs the parameters where they are; call it between two steps"
+            )
+        try:
             gather(self.module, self.device if device is None else parse_device(device))
+        finally:
+            self._forwards.release()
         return self._spreading()
 
     @contextmanager
