@@ -39,7 +39,9 @@ def run_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return call
 
 
-@pytest.mark.parametrize("name", ["autograd", "kernels", "published", "reducer", "transport"])
+@pytest.mark.parametrize(
+    "name", ["autograd", "kernels", "memory", "published", "reducer", "transport"]
+)
 def test_examples_in_the_help_are_accepted(name: str) -> None:
     parser = importlib.import_module(f"benchmarks.{name}").build_parser()
     examples = parser.format_help().split("examples:\n")[1].splitlines()
@@ -193,6 +195,19 @@ def test_transport_counts_what_the_ports_carry(
         assert each["out of the first"] == pytest.approx(2, rel=0.01)
         assert each["into the first"] == pytest.approx(1, rel=0.01)
         assert 1 < each["into others"] < 2.5
+
+
+def test_memory_has_the_peaks_of_both_modes(
+    run_benchmark: Callable[..., int], tmp_path: pathlib.Path
+) -> None:
+    written = tmp_path / "peaks.json"
+    words = ["--devices", "4", "--layers", "64", "--width", "2048", "--json", str(written)]
+    assert run_benchmark("memory", *words) == 0
+    home, spread = json.loads(written.read_text())["peaks"]
+    size = 64 * 2049 * 2048 * 4
+    assert [each["mode"] for each in (home, spread)] == ["home", "spread"]
+    assert 4 < home["peaks"][0] / size < 4.3 and 2 < max(home["peaks"][1:]) / size < 2.3
+    assert len(spread["peaks"]) == 4 and max(spread["peaks"]) / size < 2
 
 
 def test_published_figures_are_simulated_within_their_errors(
