@@ -381,6 +381,20 @@ def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     assert any(event["name"] == "copy 1 to 0" for event in events)
 
 
+def test_states_of_an_optimizer_are_spread(tmp_path: pathlib.Path) -> None:
+    report, outcomes = tmp_path / "report.json", {}
+    for optimizer in ("sgd", "adamw"):
+        words = ["--parameters", "1M", "--layers", "2", "--gpus", "4", "--optimizer", optimizer]
+        words += ["--contestants", "ddp,spread", "--json", str(report)]
+        assert cli.main(["bench", "simulate", *words]) == 0
+        content = json.loads(report.read_text())
+        outcomes[optimizer] = [each["devices"][0]["memory"] for each in content["outcomes"]["4"]]
+        size = content["parameter_bytes"]
+    rises = [after - before for before, after in zip(*outcomes.values(), strict=True)]
+    # Two numbers per parameter, and what a step needs besides.
+    assert rises[0] > 1.5 * size and rises[1] < size
+
+
 def test_a_profile_is_measured_and_taken(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

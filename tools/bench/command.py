@@ -105,6 +105,7 @@ def _add_simulate(subjects: Subparsers) -> None:
             "dataparallel bench simulate --machine pcie4 --forward-ms 100 --backward-ms 200",
             "dataparallel bench simulate --parameters 100M --forward-ms 10 --backward-ms 20",
             "dataparallel bench simulate --contestants ddp,torch-ddp --trace step.json",
+            "dataparallel bench simulate --contestants spread,torch-ddp --optimizer adamw",
             "dataparallel bench simulate --parameters 100M --measure cuda:0 --profile gpu.json",
             "dataparallel bench simulate --parameters 100M --profile gpu.json",
         ],
@@ -128,6 +129,8 @@ def _add_simulate(subjects: Subparsers) -> None:
         add(f"--{phase}-ms", type=positive, default=None, metavar="MS",
             help=f"let the {phase} pass of the bare module take so long per device, with its "
             "products of matrices scaled; default: the roofline of the machine")  # fmt: skip
+    add("--optimizer", choices=["sgd", "adamw"], default="sgd",
+        help="the optimizer, whose work originals='spread' divides; default: sgd")  # fmt: skip
     add("--profile", metavar="FILE",
         help="take the times of kernels and host from what --measure has written")  # fmt: skip
     add("--measure", metavar="DEVICE",

@@ -75,7 +75,14 @@ class StepTrace:
     held: Sequence[int]
 
 
-def record(model: Model, devices: int, wrapper: str) -> StepTrace:
+#: By name on the command line.
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def record(model: Model, devices: int, wrapper: str, optimizer_name: str = "sgd") -> StepTrace:
     """Record steps of ``"bare"`` on one device, or of ours.
 
     Ours are ``"ddp"``, ``"spread"`` with originals on all devices, ``"captured"``, and ``"dp"``.
@@ -93,7 +100,8 @@ def record(model: Model, devices: int, wrapper: str) -> StepTrace:
         module = model.build("virtual:0")
         slots = [f"virtual:{i}" for i in range(devices)]
         trained = _wrap(module, slots, wrapper)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        make: Any = OPTIMIZERS[optimizer_name]
+        optimizer = make(module.parameters(), lr=1e-3)
         samples = model.samples * (1 if wrapper == "bare" else devices)
         batch = torch.empty(samples, model.tokens, model.width, device="virtual:0")
         traces: list[virtual.Trace] = []

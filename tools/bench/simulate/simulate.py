@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     timelines: dict[str, Played] = {}
     with runner.progress(turns) as tell:
         tell("the bare module is recorded", 1)
-        bare = record.record(model, 1, "bare")
+        bare = record.record(model, 1, "bare", arguments.optimizer)
         seconds = {phase: each / 1e3 for phase, each in wanted.items() if each is not None}
         timing = Timing.of(machine, bare, seconds)
         if measured is not None:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         for gpus in arguments.gpus:
             for name in names:
                 tell(f"{name} on {gpus} devices", 1)
-                played, held = _play(name, model, bare, timing, gpus)
+                played, held = _play(name, model, bare, timing, gpus, arguments.optimizer)
                 shown = conclude(name, played, len(held), held)
                 outcomes.setdefault(gpus, []).append(shown)
                 if gpus == max(arguments.gpus):
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     return runner.publish(
         runner.Report(
             parts,
-            _notes(timing, model, size, _origin(wanted, measured)),
+            _notes(timing, model, size, _origin(wanted, measured), arguments.optimizer),
             {"machine": machine, "parameter_bytes": size, "outcomes": outcomes, "simulated": True},
         ),
         arguments,
@@ -85,11 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _play(
-    name: str, model: Model, bare: StepTrace, timing: Timing, gpus: int
+    name: str, model: Model, bare: StepTrace, timing: Timing, gpus: int, optimizer: str
 ) -> tuple[Played, Sequence[int]]:
     """Play one contestant; return that, and what each device held before."""
     if name in OURS:
-        recording = record.record(model, gpus, name)
+        recording = record.record(model, gpus, name, optimizer)
         tasks, held = timing.tasks(recording.entries), recording.held
     else:
         makers: dict[str, Callable[[StepTrace, Timing, int], list[Instruction]]] = {
@@ -158,12 +158,12 @@ def _origin(wanted: dict[str, Any], measured: Profile | None) -> str:
     return f"by the roofline of the machine's file; {by_bytes}"
 
 
-def _notes(timing: Timing, model: Model, size: int, origin: str) -> list[str]:
+def _notes(timing: Timing, model: Model, size: int, origin: str, optimizer: str) -> list[str]:
     machine = timing.machine
     return [
         f"simulated, not measured: a trace of virtual devices, played on the file {machine.name}",
         f"{model.layers} transformer layers of width {model.width}, {size / 2**20:.0f} MiB of "
-        "fp32 parameters, SGD; each device has its own batch",
+        f"fp32 parameters, {optimizer}; each device has its own batch",
         f"products of matrices: {origin}",
         "busy: a kernel runs on the first device; exposed: none runs, and bytes are on their way; "
         "idle: neither",
