@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# The beginning of the names under which files are imported.
+_PREFIX = "model_to_fit_"
 _WANTED = "a function without arguments that returns a module, or a class of such modules"
 
 
@@ -34,7 +36,7 @@ def load(named: str) -> nn.Module:
 
 def _import(file: pathlib.Path) -> ModuleType:
     """Import a file under a name that no other module has; its neighbors can be imported."""
-    name = f"_fits_{file.stem}"
+    name = _PREFIX + file.stem
     # The user has named it on the command line, to be run.
     spec = importlib.util.spec_from_file_location(name, file)  # noqa: TID251
     if spec is None or spec.loader is None:
@@ -56,7 +58,7 @@ def _import(file: pathlib.Path) -> ModuleType:
 
 def _is_own(value: Any) -> bool:
     is_one = inspect.isfunction(value) or inspect.isclass(value)
-    return is_one and value.__module__.startswith("_fits_")
+    return is_one and value.__module__.startswith(_PREFIX)
 
 
 def _build(make: Any, named: str) -> nn.Module:
