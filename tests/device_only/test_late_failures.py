@@ -153,7 +153,7 @@ def give_up_what_is_under_way(rank: int, size: int) -> str:
     """Rank 0 has launched what rank 1 does not come to, with a minute left for it."""
     here = f"virtual:{rank}"
     link = connected("extra", here, timeout=60)
-    # What has connected them would never end in rank 1 if rank 0 gave up before.
+    # Rank 0 gives up only when both are connected: rank 1 would wait for it forever.
     torch.accelerator.synchronize(here)
     dist.barrier()
     reason = ""
