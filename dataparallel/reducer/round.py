@@ -22,6 +22,8 @@ Where the gradients of a bucket go over links, no device's backward waits for th
 - Sums arrive, are scaled and sent on the copy stream of their home. Its backward goes on, and the
   stream that has the results waits for all of them at the end.
 
+A hook of the user, and an optimizer that steps in backward, find the sums on the usual stream.
+
 Note [Gradients on their way]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 With originals at home the other devices have room for all of their gradients, as the home needs it
@@ -33,8 +35,6 @@ device waits until the oldest one has left. It does so where links are slower th
 The hosts of the replicas stay together for the same reason: the thread of a replica that is several
 buckets ahead waits for the others. Replicas may use different parameters. So if nothing comes for a
 while, nobody waits any more. Nor does anybody where a small batch leaves out a replica.
-
-A hook of the user, and an optimizer that steps in backward, find the sums on the usual stream.
 """
 
 from __future__ import annotations

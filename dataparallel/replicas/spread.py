@@ -6,7 +6,7 @@ A gradient edge ends where the original is. So with originals on all devices, no
 all gradients and the whole state of an optimizer. The owner of a parameter is the device on which
 its original is. The replica there shares the memory of the original, as replica 0 does with
 originals at home, and the other replicas have copies. So every device has all values in any case,
-and a parameter that is not trained stays where it is: to move it would save nothing.
+and a parameter that is not trained stays on the first one: to move it would save nothing.
 
 Parameters move in place. They stay the same objects, with ``.grad``, and an optimizer steps each of
 them where it is. Its state follows before its next step. A view or an average that was made before
@@ -38,14 +38,12 @@ _log = logging.getLogger("dataparallel")
 
 # Small parameters that follow each other have one owner, up to this part of an owner's share.
 _PARTS_PER_OWNER = 16
-_GATHER = "model.gather_originals(), alone or as a context"
 
 # The ids of parameters that were given an owner, and the number of moves so far. The id of one that
 # is no more does no harm here, and torch could not swap what is in one with a weak reference.
 _placed: set[int] = set()
-_moves = itertools.count(1)
-_last_move = 0
-# Per optimizer the last move that it knows of, and whether it has parameters on several devices.
+_num_moves = 0
+# Per optimizer the number of moves that it has followed, and true if it is on several devices.
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
@@ -170,16 +168,16 @@ def end(module: nn.Module, device: torch.device) -> None:
 
 def num_moves() -> int:
     """Return the number of moves so far."""
-    return _last_move
+    return _num_moves
 
 
 def move(parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]) -> int:
     """Move parameters in place, with their gradients; return how many had to move."""
-    global _last_move
+    global _num_moves
     pairs = list(zip(parameters, targets, strict=True))
     due = {i for i, (parameter, target) in enumerate(pairs) if parameter.device != target}
     _watch_optimizers()
-    _last_move = next(_moves)
+    _num_moves += 1
     _placed.update(map(id, parameters))
     for unit in _units(parameters) if due else ():
         members, target = [parameters[i] for i in unit], targets[unit[0]]
@@ -218,7 +216,8 @@ def refuse_alone(module: nn.Module, _: Any) -> None:
         raise RuntimeError(
             f"the parameters of this module are spread over {listed(places)}, as "
             "DistributedDataParallel(originals='spread') has them, so it cannot run by itself. "
-            f"Call the wrapper, or bring them to one device before: {_GATHER}"
+            "Call the wrapper, or bring them to one device before: model.gather_originals(), alone "
+            "or as a context"
         )
 
 
@@ -226,14 +225,14 @@ def refuse_alone(module: nn.Module, _: Any) -> None:
 
 
 def _watch_optimizers() -> None:
-    if not _last_move:
+    if not _num_moves:
         register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Let the state of an optimizer be where its parameters are."""
-    last, is_spread = _known.get(optimizer, (0, False))
-    if last != _last_move:
+    followed, is_spread = _known.get(optimizer, (0, False))
+    if followed != _num_moves:
         members = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         moved = [(p, group) for p, group in members if id(p) in _placed]
         is_spread = bool(moved) and len({p.device for p, _ in members}) > 1
@@ -247,7 +246,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             if state := optimizer.state.get(parameter):
                 follows = bool(group.get("capturable") or group.get("fused"))
                 state.update({k: _follow(v, parameter, follows) for k, v in state.items()})
-        _known[optimizer] = _last_move, is_spread
+        _known[optimizer] = _num_moves, is_spread
     if is_spread and any(map(is_capturing, {p.device for p in _parameters(optimizer)})):
         raise RuntimeError(
             "a graph of one device cannot record the step of an optimizer whose parameters are "
