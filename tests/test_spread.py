@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -354,7 +355,7 @@ def test_a_forward_cannot_gather_the_originals() -> None:
 
     model = wrap(Gathers().eval(), 3)
     held.append(model)
-    with pytest.raises(RuntimeError, match="call it between two steps"):
+    with pytest.raises(RuntimeError, match=r"during a forward, .* call it between two steps"):
         model(batch(0)[0][:9].to(DEVICES[0]))
     x = batch(0)[0]
     torch.testing.assert_close(model(x.to(DEVICES[0])).cpu(), Net().eval()(x))
@@ -617,22 +618,54 @@ def test_each_port_carries_its_part(num_devices: int) -> None:
 # --- between two calls of the wrapper -------------------------------------------------------------
 
 
-def test_gathered_between_forward_and_backward() -> None:
+@pytest.mark.parametrize("in_block", [False, True])
+def test_gathered_between_forward_and_backward(in_block: bool) -> None:
     net = Net().eval()
     bare = copy.deepcopy(net)
     model = wrap(net, 3)
+    ours, plain = (torch.optim.AdamW(n.parameters(), lr=0.01) for n in (net, bare))
     for step in range(3):
         x, y = batch(step)
-        net.zero_grad()
+        ours.zero_grad()
         loss = nn.functional.cross_entropy(model(x.to(DEVICES[0])), y.to(DEVICES[0]))
-        model.gather_originals()
+        with model.gather_originals() if in_block else contextlib.nullcontext():
+            assert not in_block or torch.isfinite(net(x.to(DEVICES[0]))).all()
+        if not in_block:
+            model.gather_originals()
         loss.backward()
-        bare.zero_grad()
-        nn.functional.cross_entropy(bare(x), y).backward()
+        losses(bare, bare, plain, step)
         found = [p for p in net.parameters() if p.grad is not None]
         assert all(p.grad is not None and p.grad.device == p.device for p in found)
         expected = [p.grad for p in bare.parameters() if p.grad is not None]
         assert_close([p.grad.cpu() for p in found if p.grad is not None], expected)
+        ours.step()
+        plain.step()
+        assert_close(net, bare)
+    model.check_replicas()
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_hook_in_backward_cannot_gather_the_originals(kind: str, num_devices: int) -> None:
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, num_devices)
+
+    def gather(_: Tensor) -> None:
+        model.gather_originals()
+
+    for weight in (net.second.weight, net.last.weight):
+        handle = getattr(weight, kind)(gather)
+        with pytest.raises(RuntimeError, match=r"during a backward, .* call it between two steps"):
+            losses(model, net, torch.optim.SGD(net.parameters()), 0)
+        handle.remove()
+        assert len(places(net)) == num_devices
+    for step in range(2):
+        for wrapper, module in ((model, net), (bare, bare)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            losses(wrapper, module, optimizer, step)
+            optimizer.step()
+        assert_close(net, bare)
 
 
 def test_blocks_of_gathered_originals_within_each_other() -> None:

@@ -27,6 +27,7 @@ from dataparallel import torch_internals
 from dataparallel.batch.gather import ScalarsOption, read_weight
 from dataparallel.devices import DeviceLike, is_accelerator, parse_device
 from dataparallel.errors import chosen
+from dataparallel.graph.cut import NO_TASK
 from dataparallel.optim.in_backward import InBackwardOptimizers, TorchsOptimizers
 from dataparallel.parallel.buffers import BufferPolicy, send_buffers, send_states
 from dataparallel.parallel.data_parallel import (
@@ -425,13 +426,14 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             A context manager, at whose end the parameters are spread again.
 
         Raises:
-            RuntimeError: A forward of the wrapper is under way in another thread.
+            RuntimeError: A backward is under way, or a forward of the wrapper.
         """
-        # Its replicas would wait for the forward, and that for them.
-        if not self._forwards.acquire(blocking=False):
+        # The replicas of a forward would wait for it, and that for them. Hooks run in a backward.
+        in_backward = torch_internals.current_graph_task_id() != NO_TASK
+        if in_backward or not self._forwards.acquire(blocking=False):
             raise RuntimeError(
-                "gather_originals() was called while a forward of this wrapper runs in another "
-                "thread, which needs the parameters where they are; call it between two steps"
+                f"gather_originals() was called during a {'back' if in_backward else 'for'}ward, "
+                "which needs the parameters where they are; call it between two steps"
             )
         try:
             gather(self.module, self.device if device is None else parse_device(device))
@@ -449,7 +451,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
             with self._forwards:
                 self._num_gathering -= 1
                 if not self._num_gathering:
-                    self._training.fits(self.module)
+                    self._training.bring_back()
 
     # --- what its users say ----------------------------------------------------------------------
 

@@ -227,10 +227,15 @@ class Training:
         same = self.clones.follow() and self.leaves.follow()
         if not same and self.options.spreads:
             # Somebody has moved them, which the other processes need not know.
-            place(module, self._runner.devices)
-            self._arrange(again=True)
+            self.bring_back()
             same = self.clones.follow() and self.leaves.follow()
         return same and not any(map(attrgetter("requires_grad"), self._untrained))
+
+    def bring_back(self) -> None:
+        """Let spread originals be where they belong; a backward may still need the leaves."""
+        if self.options.spreads:
+            place(self._module, self._runner.devices)
+            self._arrange(again=True)
 
     # --- the processes ---------------------------------------------------------------------------
 
