@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -730,11 +731,78 @@ def test_verification() -> None:
     assert len(places(net)) == 3
 
 
-def test_a_small_batch_does_not_part_the_replicas() -> None:
-    model = wrap(deep(), 4, bucket_cap_mb=0.25)
-    for size in (8, 8, 2):
-        model(torch.randn(size, 256, device=DEVICES[0])).sum().backward()
-    assert model.reducer.buckets.keeps_together
+class FailsOnce(torch.autograd.Function):
+    """A node whose backward fails on one device, once."""
+
+    is_due = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if grad.device == torch.device(DEVICES[1]) and FailsOnce.is_due:
+            FailsOnce.is_due = False
+            # Meanwhile the others begin to wait.
+            time.sleep(0.5)
+            raise ValueError("no such gradient")
+        return grad
+
+
+class Experts(nn.Module):
+    """The first value of a chunk tells how many of its experts are used, if there is a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = deep(), deep()
+        self.experts = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.kind = "all"
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_chosen = int(x[0, 0]) + 1 if self.kind == "some" else 4
+        x = self.below(x)
+        if self.kind == "fails":
+            x = FailsOnce.apply(x)
+        # Their gradients come first.
+        x = self.above(x)
+        for expert in list(self.experts)[:num_chosen]:
+            x = expert(x)
+        return x
+
+
+def test_replicas_part_where_they_use_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not because of a small batch, nor after an error in one of them."""
+    monkeypatch.setattr(FailsOnce, "is_due", True)
+    net = Experts()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 4, bucket_cap_mb=0.25)
+    x = torch.randn(8, 256)
+    x[:, 0] = torch.arange(4).repeat_interleave(2)
+    for kind, size, together in (
+        ("all", 8, True),
+        ("all", 2, True),
+        ("fails", 8, True),
+        ("all", 8, True),
+        ("some", 8, False),
+        ("some", 8, False),
+    ):
+        net.kind = bare.kind = kind
+        # However slow one of the threads is.
+        monkeypatch.setattr(round_, "_PATIENCE", 0.1 if kind in ("fails", "some") else 100.0)
+        net.zero_grad()
+        bare.zero_grad()
+        loss = model(x[:size].to(DEVICES[0])).sum()
+        if kind == "fails":
+            with pytest.raises(ValueError, match="no such gradient"):
+                loss.backward()
+        else:
+            loss.backward()
+            for chunk in x[:size].split(2 if size == 8 else 1):
+                bare(chunk).sum().backward()
+            grads = [[p.grad for p in each.parameters()] for each in (net, bare)]
+            assert_close([g.cpu() for g in grads[0] if g is not None], grads[1])
+        assert model.reducer.stays_together is together
 
 
 def _freeze_and_gather(rank: int, world_size: int) -> list[Tensor]:

@@ -222,10 +222,6 @@ class Buckets:
         trained = [[i for i in bucket if leaves[i].requires_grad] for bucket in self.plan]
         return [index for bucket in trained for index in bucket[-1 if self.ordered else 0 :]]
 
-    def part(self) -> None:
-        """Let no replica wait for others any more, since some use other parameters."""
-        self.keeps_together = False
-
     def take_late(self) -> list[tuple[Bucket, list[Gradients]]]:
         """Take the gradients that came late, by bucket and replica, if there are any."""
         if {type(None)}.issuperset(map(type, map(_grad_of, self._leaves))):

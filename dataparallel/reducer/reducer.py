@@ -51,6 +51,8 @@ class Reducer:
     last_error = ""
     #: True if the same parameters were used in every round so far; None before the second.
     can_set_static_graph: bool | None = None
+    #: True if replicas may wait for each other in backward. See Note [Gradients on their way].
+    stays_together = True
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class Reducer:
                     if outer is None and task != NO_TASK:
                         outer = Ending()
                     round_ = self._begin(task, outer, synchronize, weight, forwards)
-            round_.enter(task, last=last, in_all=in_all)
+            round_.enter(task, last=last, in_all=in_all and self.stays_together)
             backward()
             if not round_.leave():
                 return [None] * len(self.used)
@@ -309,6 +311,7 @@ class Reducer:
         if round_.task != NO_TASK:
             self.used = round_.used
             self._check_used()
+        self.stays_together &= not round_.has_parted
         with self._timeline.span("reduce local"):
             grads, nonfinite = round_.receive()
         transfer = round_.transfer

@@ -34,7 +34,9 @@ device waits until the oldest one has left. It does so where links are slower th
 
 The hosts of the replicas stay together for the same reason: the thread of a replica that is several
 buckets ahead waits for the others. Replicas may use different parameters. So if nothing comes for a
-while, nobody waits any more. Nor does anybody where a small batch leaves out a replica.
+while, nobody waits any more, in later rounds neither. Nor does anybody where a small batch leaves
+out a replica. Only time tells: where a node fails on one device, the engine says nothing, and lets
+the other devices end first.
 """
 
 from __future__ import annotations
@@ -104,6 +106,8 @@ class Round:
     late: frozenset[int]
     #: The error that has failed the round; nothing is completed any more.
     failure: BaseException | None = None
+    #: True if a replica waited for others in vain. See Note [Gradients on their way].
+    has_parted: bool = False
 
     def __post_init__(self) -> None:
         buckets, count = self.buckets, len(self.buckets.originals)
@@ -245,8 +249,7 @@ class Round:
 
         with self._summed:
             if not self._summed.wait_for(may_go_on, timeout=_PATIENCE):
-                self._keeps_together = False
-                self.buckets.part()
+                self._keeps_together, self.has_parted = False, True
 
     def _look(self, replica: int, bucket: Bucket, grads: Gradients) -> None:
         """Let the guard look at gradients before sums are written over them."""
