@@ -7,17 +7,19 @@ import copy
 import gc
 import io
 import logging
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dataparallel as dp
-from dataparallel import virtual
+from dataparallel import checkpoint, virtual
 from dataparallel.reducer import round as round_
 from dataparallel.virtual import device_module
 from tests.cluster import Cluster
@@ -83,6 +85,28 @@ def losses(model: Any, net: nn.Module, optimizer: Any, step: int) -> Tensor:
 
 # --- optimizers ----------------------------------------------------------------------------------
 
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps numbers in its state and in lists there: where the parameter is, or elsewhere."""
+
+    def __init__(self, parameters: Any, place: str | None = None) -> None:
+        super().__init__(parameters, {"place": place})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, grad = self.state[p], p.grad.to(group["place"] or p.device)
+                if not state:
+                    state.update(norm=torch.zeros((), device=grad.device), sums=[grad.clone()])
+                state["norm"].add_(grad.norm())
+                state["sums"][0].add_(grad)
+                assert state["sums"][0].device == grad.device
+                p.sub_((0.01 * state["sums"][0] / (1 + state["norm"])).to(p.device))
+
+
 ADAMW: dict[str, Any] = {"lr": 0.01}
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, ADAMW),
@@ -129,6 +153,52 @@ def test_an_optimizer_with_a_state_goes_on(
             assert not isinstance(part, Tensor) or not part.dim() or part.device == p.device
     model.check_replicas()
     model.close()
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_a_way_to_step_of_accelerators(num_devices: int, options: dict[str, Any]) -> None:
+    """Training, or an error, is that of torch there with a module on one device."""
+    found: list[Any] = []
+    for wraps in (False, True):
+        net = Net().eval().to(DEVICES[0])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, **options)
+        model: Any = wrap(net, num_devices) if wraps else net
+        try:
+            for step in range(3):
+                x, y = (t.to(DEVICES[0]) for t in batch(step))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                if wraps and step == 1:
+                    model.gather_originals()
+                optimizer.step()
+        except (RuntimeError, NotImplementedError) as error:
+            found.append(type(error))
+        else:
+            found.append(values(net))
+    if isinstance(found[0], list):
+        assert_close(*found)
+    assert type(found[0]) is type(found[1])
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree"])
+def test_schedule_free(name: str, num_devices: int) -> None:
+    """The parameters are an average between two trainings."""
+    kind = getattr(pytest.importorskip("schedulefree"), name)
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, num_devices)
+    ours, plain = (kind(n.parameters(), lr=0.01, warmup_steps=2) for n in (net, bare))
+    for step in range(4):
+        for wrapper, module, optimizer in ((model, net, ours), (bare, bare, plain)):
+            optimizer.train()
+            losses(wrapper, module, optimizer, step)
+            optimizer.step()
+            optimizer.eval()
+        assert_close(net, bare)
+        x = batch(step)[0]
+        assert_close([model(x.to(DEVICES[0])).detach().cpu()], [bare(x).detach()])
 
 
 def test_muon() -> None:
@@ -495,6 +565,61 @@ def test_processes(cluster: Cluster, options: dict[str, Any]) -> None:
         assert_close(each, bare)
 
 
+def _send_half(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    mean = bucket.buffer().cpu().half() / dist.get_world_size()
+    dist.all_reduce(mean)
+    future = torch.futures.Future[Tensor]()
+    future.set_result(mean.to(bucket.buffer()))
+    return future
+
+
+def _train_in_a_mode(
+    rank: int, world_size: int, how: str, originals: Any, folder: str
+) -> list[Tensor]:
+    def make(num_devices: int) -> Any:
+        dtype = torch.bfloat16 if how == "mixed precision" else None
+        precision = dp.MixedPrecision(dtype, dtype, dtype)
+        net = Net().eval()
+        if dtype is not None:
+            # That of the CPU wants one dtype, without autocast.
+            net.norm = nn.Identity()  # type: ignore[assignment]
+        model: Any = dp.DistributedDataParallel(
+            net, DEVICES[:num_devices], originals=originals, mixed_precision=precision
+        )
+        if how == "hook":
+            model.register_comm_hook(None, _send_half)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+    model, optimizer = make(3)
+    with model.join() if how == "join" else contextlib.nullcontext():
+        for step in range(4 + (rank if how == "join" else 0)):
+            if how == "checkpoint" and step == 2:
+                checkpoint.save(folder, model, optimizer, step=step)
+                model.close()
+                model, optimizer = make(2)
+                assert checkpoint.load(folder, model, optimizer).step == step
+            x, y = (t.to(DEVICES[0]) for t in batch(step, rank))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    model.check_replicas()
+    assert (len(places(model.module)) > 1) is (originals == "spread")
+    return values(model.module)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("how", ["mixed precision", "hook", "join", "checkpoint"])
+def test_a_mode_as_with_originals_at_home(
+    cluster: Cluster, tmp_path: pathlib.Path, how: str, num_processes: int
+) -> None:
+    """Other tests compare that with the bare module."""
+    args = _train_in_a_mode, num_processes, how
+    home = cluster.run(*args, "home", str(tmp_path / "home"), virtual=True)
+    spread = cluster.run(*args, "spread", str(tmp_path / "spread"), virtual=True)
+    for each in (*spread, *home[1:]):
+        assert_close(each, home[0])
+
+
 def _with_other_owners(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="originals are spread: 3 in rank 0; 2 in rank 1"):
         wrap(Net(), 3 - rank)
@@ -692,30 +817,16 @@ def test_parameters_of_another_dtype() -> None:
     assert len(places(net)) == 3
 
 
-class Scaled(torch.optim.Optimizer):
-    """Keeps numbers on the devices, in its state and in lists there."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None:
-                state = self.state[p]
-                if not state:
-                    state.update(norm=torch.zeros((), device=p.device), sums=[p.grad.clone()])
-                state["norm"].add_(p.grad.norm())
-                state["sums"][0].add_(p.grad)
-                p.sub_(0.01 * state["sums"][0] / (1 + state["norm"]))
-
-
-def test_numbers_on_a_device_follow() -> None:
+@pytest.mark.parametrize("place", [None, "cpu"])
+@pytest.mark.parametrize("home", ["cpu", DEVICES[0]])
+def test_a_state_is_where_its_optimizer_wants_it(place: str | None, home: str) -> None:
+    """It follows its parameter wherever that goes, or stays on the CPU."""
     net = Net().eval()
     bare = copy.deepcopy(net)
+    net.to(home)
     model = wrap(net, 3)
-    ours, plain = Scaled(net.parameters()), Scaled(bare.parameters())
-    for step in range(4):
+    ours, plain = (Momentum(n.parameters(), place) for n in (net, bare))
+    for step in range(5):
         for wrapper, module, optimizer in ((model, net, ours), (bare, bare, plain)):
             losses(wrapper, module, optimizer, step)
             if step == 2:

@@ -74,7 +74,7 @@ MOST_LINES = {
     "reducer": 3200,
     "optim": 350,
     "collectives": 3450,
-    "replicas": 2375,
+    "replicas": 2385,
     "batch": 1750,
     "graph": 1336,
     "threads": 1985,

@@ -57,7 +57,7 @@ from dataparallel.comm.routes import has_links
 from dataparallel.devices import DeviceLike, is_capturing, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
-from dataparallel.replicas.spread import was_spread
+from dataparallel.replicas.spread import leave_cpu, was_spread
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def refuse_uninitialized(module: nn.Module) -> None:
 
 
 def left_elsewhere(module: nn.Module, device: torch.device) -> list[str]:
-    """Attributes of a module that hold tensors on another device, which are no parts of it."""
+    """Return the attributes that hold tensors elsewhere, which are no parts of the module."""
     parts = Parts(module)
     ours = set(map(id, (*parts.modules, *parts.parameters, *parts.buffers)))
     found = []
@@ -239,6 +239,7 @@ def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
         return
     # Else an optimizer would go on with parameters that nobody uses.
     keeps = torch_internals.takes_memory_of(torch.empty(0), torch.empty(0, device=first))
+    leave_cpu(module.parameters())
     with torch_internals.parameters_kept(not keeps):
         module.to(first)
     _log.info(
@@ -607,7 +608,7 @@ class ModuleClones:
         return self._num_replicas
 
     def buffers_now(self) -> Iterator[tuple[nn.Module, str, list[torch.Tensor]]]:
-        """Per buffer that all replicas have: whose it is in the original, its name, its values."""
+        """Yield, per buffer that all replicas have: its module in the original, name and values."""
         assert self._parts is not None
         for path, module in zip(self._parts.names, self._parts.modules, strict=True):
             clones = [replica[id(module)] for replica in self._counterparts[: self._num_replicas]]
@@ -774,7 +775,7 @@ class _Look:
         self.note()
 
     def note(self) -> None:
-        """From now on they are as they are now; none was empty that is filled."""
+        """Take them as they are now; those that were empty still are."""
         self._names = list(_joined(self._keys))
         self._values = list(_joined(self._views))
         self._sizes = list(map(len, self._tables))
@@ -949,7 +950,7 @@ def _is_compilers(value: Any, inside: frozenset[int] = frozenset()) -> bool:
 def substitute(
     value: Any, replace: Callable[[Any], Any], inside: frozenset[int] = frozenset()
 ) -> Any:
-    """``value`` with every tensor and module in it replaced by what ``replace`` makes of it.
+    """Return ``value``, with what ``replace`` makes of each tensor and module in their places.
 
     It follows bound methods, partial functions, functions (closures, defaults of arguments,
     attributes), weak references and containers of those. It keeps everything else, and each object
@@ -978,12 +979,12 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def with_counterparts(value: Any, counterparts: Counterparts) -> Any:
-    """``value`` with every original in it replaced by its counterpart, see :func:`substitute`."""
+    """Return ``value`` with counterparts in place of originals, see :func:`substitute`."""
     return substitute(value, lambda part: counterparts.get(id(part), part))
 
 
 def _copied(value: Any, counterparts: Counterparts) -> Any:
-    """Another container of the same, with counterparts in place of originals."""
+    """Return another container of the same, with counterparts in place of originals."""
     result = with_counterparts(value, counterparts)
     return copy.copy(value) if result is value else result
 

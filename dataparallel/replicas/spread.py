@@ -43,6 +43,8 @@ _PARTS_PER_OWNER = 16
 # is no more does no harm here, and torch could not swap what is in one with a weak reference.
 _placed: set[int] = set()
 _num_moves = 0
+# By the id of a parameter that was moved from the CPU, the number of moves at that time.
+_left_cpu: dict[int, int] = {}
 # Per optimizer the number of moves that it has followed, and true if it is on several devices.
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
@@ -177,6 +179,7 @@ def move(parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]) ->
     pairs = list(zip(parameters, targets, strict=True))
     due = {i for i, (parameter, target) in enumerate(pairs) if parameter.device != target}
     _watch_optimizers()
+    leave_cpu(parameters)
     _num_moves += 1
     _placed.update(map(id, parameters))
     for unit in _units(parameters) if due else ():
@@ -221,6 +224,11 @@ def refuse_alone(module: nn.Module, _: Any) -> None:
         )
 
 
+def leave_cpu(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that those on the CPU leave it; states that optimizers have there now go along."""
+    _left_cpu.update((id(p), _num_moves) for p in parameters if not is_accelerator(p.device))
+
+
 # --- optimizers ----------------------------------------------------------------------------------
 
 
@@ -244,8 +252,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             )
         for parameter, group in moved:
             if state := optimizer.state.get(parameter):
-                follows = bool(group.get("capturable") or group.get("fused"))
-                state.update({k: _follow(v, parameter, follows) for k, v in state.items()})
+                # Counts are there, as torch has them, and what somebody keeps there on purpose.
+                counts = not (group.get("capturable") or group.get("fused"))
+                rest = _left_cpu.get(id(parameter), -1) < followed
+                state.update({k: _follow(v, parameter, counts, rest) for k, v in state.items()})
         _known[optimizer] = _num_moves, is_spread
     if is_spread and any(map(is_capturing, {p.device for p in _parameters(optimizer)})):
         raise RuntimeError(
@@ -258,14 +268,14 @@ def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _follow(value: Any, parameter: torch.Tensor, follows: bool) -> Any:
-    """Return a part of a state, with its tensors where the parameter is; counts as torch does."""
+def _follow(value: Any, parameter: torch.Tensor, counts_stay: bool, values_stay: bool) -> Any:
+    """Return a part of a state where the parameter is, but for what is to stay on the CPU."""
     if isinstance(value, torch.Tensor):
-        is_count = not (follows or value.dim() or is_accelerator(value.device))
-        stays = is_count or value.device == parameter.device
-        return value if stays else value.to(parameter.device)
+        stays = values_stay if value.dim() else counts_stay
+        here = stays and not is_accelerator(value.device)
+        return value if here else value.to(parameter.device)
     if isinstance(value, dict):
-        return {key: _follow(part, parameter, follows) for key, part in value.items()}
+        return {k: _follow(x, parameter, counts_stay, values_stay) for k, x in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_follow(part, parameter, follows) for part in value)
+        return type(value)(_follow(x, parameter, counts_stay, values_stay) for x in value)
     return value

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The pools of the function calls, and which compile nothing; each wrapper has its own.
+# The pools of the function calls, and those calls that compile nothing; a wrapper has its own.
 _shared_pools = WorkerPools()
 _quiet: set[Hashable] = set()
 
