@@ -244,7 +244,8 @@ def needs_of(sizes: Sizes, gpus: int) -> Iterator[Need]:
     # A parameter has one owner, so the share of a device is at least the largest one.
     share = max(trained // gpus, sizes.largest[0])
     owned = state * share // trained
-    pieces = max(trained // 10, sum(sizes.largest[: gpus + 1])) if gpus > 1 else 0
+    # Gradients that the reducer sends at a time, and those that wait; simulated, at most so much.
+    pieces = trained // 16 + sum(sizes.largest[: gpus + 5]) if gpus > 1 else 0
     yield Need(_SPREAD, "each", held, share, owned, max(pieces, step), share)
     yield Need(_TORCH, "each", held, trained, state, trained + step, trained)
     part = -(-sizes.parameters // gpus) + sizes.buffers
