@@ -304,6 +304,26 @@ def test_optimizers_that_cannot_be_spread_are_refused() -> None:
         assert torch.isfinite(torch.nn.utils.parameters_to_vector(net.parameters())).all()
 
 
+def test_a_step_in_the_graph_of_one_device_is_refused() -> None:
+    """Only while originals are on several ones."""
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    ours, plain = (torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, bare))
+    for step in range(2):
+        losses(model, net, ours, step)
+        losses(bare, bare, plain, step)
+        if step:
+            model.gather_originals()
+        refused = pytest.raises(RuntimeError, match="cannot record the step of an optimizer")
+        graph = device_module.VirtualGraph()
+        with device_module.graph(graph), refused if step == 0 else contextlib.nullcontext():
+            ours.step()
+        graph.replay() if step else ours.step()
+        plain.step()
+        assert_close(net, bare)
+
+
 # --- modes of training ---------------------------------------------------------------------------
 
 
