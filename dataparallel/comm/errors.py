@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,14 @@ class Failure:
         rank: Its rank in the default process group.
         host: The name of its machine.
         pid: Its process id there.
-        kind: ``"raised"``: it raised an error. ``"late"``: the same, when others may have gone on.
+        kind: ``"raised"``: it raised an error. ``"late"``: the same, of a round that is over.
             ``"skipped"``: it has left out the backward of a step.
             ``"ended"``: its process is no longer there. ``"cut off"``: it cannot reach the store.
             ``"waiting"``, ``"timed out"``: its wait has failed, and another rank is the cause.
         doing: Its work at that time, for example ``"forward"`` or a collective; empty if not known.
         message: The type and the text of its exception, or what was seen of it.
         traceback: The traceback of the exception; empty if there is none.
+        rounds: The rounds of reduction that the rank which tells of it had delivered, by wrapper.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Failure:
     doing: str
     message: str
     traceback: str = ""
+    rounds: dict[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def is_cause(self) -> bool:
@@ -69,7 +71,7 @@ class CollectiveError(CollectiveFailure, RuntimeError):
 
 
 class RanksParted(CollectiveError):
-    """Another process has left out the backward of a step, which all others have to drop, too."""
+    """Another process has left out a step that others have taken; all know, and none has failed."""
 
 
 class CollectiveTimeout(CollectiveFailure, TimeoutError):

@@ -137,8 +137,12 @@ class Failures:
         self.rank = group.rank()
         #: The reasons why generations have ended: all before the present one.
         self.ends: dict[int, Failure] = {}
+        #: Errors that were raised here because they have ended, by generation.
+        self.num_errors: Counter[int] = Counter()
         #: Calls of communication hooks here, which begin collectives in groups that stay.
         self.num_hook_calls = 0
+        #: Rounds of reduction that were delivered here, by the name of their wrapper.
+        self.num_rounds: Counter[str] = Counter()
         # The newest generation in which this process has met the others; 0 before.
         self._met = 0
         self._links: tuple[weakref.ref[Link], ...] = ()
@@ -307,6 +311,14 @@ class Failures:
 
     # --- telling ---------------------------------------------------------------------------------
 
+    def note_rounds(self, name: str, number: int) -> None:
+        """Note how many rounds of a wrapper were delivered."""
+        self.num_rounds[name] = number
+
+    def withdraw(self, generation: int) -> None:
+        """Note that an error was not raised in the end."""
+        self.num_errors[generation] -= 1
+
     def count_hook_call(self) -> None:
         """Note that a communication hook has run, and not raised an error."""
         self.num_hook_calls += 1
@@ -356,12 +368,14 @@ class Failures:
         ended = [vars(each).get("dataparallel_ended", {}).get(self._name, 0) for each in chain]
         told: bool = max(ended) >= max(self._met, 1)
         if not told:
+            self.num_errors[generation] += 1
             # Python's own errors take no weak references, and one that is kept keeps tensors.
             vars(error).setdefault("dataparallel_ended", {})[self._name] = generation
         return told
 
     def _record(self, failure: Failure, generation: int) -> Callable[[Store], Failure]:
         """Writes why a generation ends, unless another rank was first; answers what is there."""
+        failure = replace(failure, rounds=dict(self.num_rounds))
         key, text = self._key("failed", generation), json.dumps(asdict(failure))
         return lambda store: Failure(**json.loads(store.compare_set(key, "", text)))
 
@@ -384,10 +398,8 @@ class Failures:
         if reason is not None and ("timed out" in reason.lower() or "timeout" in reason.lower()):
             # Nothing but its time limit was reached.
             reason, timed_out = None, True
-        kind = "timed out" if timed_out else "waiting"
-        mine = self._here(kind, where, reason or "another did not come")
-        cause, others = self._exchange(mine, generation)
-        head = f"rank {mine.rank}: {where} over {len(self.ranks)} processes"
+        cause, others = self.end(where, generation, reason, timed_out=timed_out)
+        head = f"rank {self.ranks[self.rank]}: {where} over {len(self.ranks)} processes"
         error: CollectiveError | CollectiveTimeout
         if cause.is_cause:
             error = CollectiveError(f"{head} was given up after {seconds:.3g} s: {cause}", cause)
@@ -414,8 +426,12 @@ class Failures:
                 failures.note_error(error, failures.generation - 1)
         return error
 
-    def _exchange(self, mine: Failure, generation: int) -> tuple[Failure, dict[int, Failure]]:
+    def end(
+        self, where: str, generation: int, reason: str | None = None, *, timed_out: bool = False
+    ) -> tuple[Failure, dict[int, Failure]]:
         """Write where this rank is, and the record; returns the cause, and where all ranks are."""
+        kind = "timed out" if timed_out else "waiting"
+        mine = self._here(kind, where, reason or "another did not come")
         key, text = self._key("report", generation), json.dumps(asdict(mine))
         keys = [f"{key}/{i}" for i in range(len(self.ranks))]
         cause, found = self.ends.get(generation) or self._gone() or mine, {self.rank: mine}
@@ -504,8 +520,11 @@ def report(
     if not (dist.is_available() and dist.is_initialized()):
         return
     members = set(dist.get_process_group_ranks(group or dist.group.WORLD))
-    for each in list(torch_internals.world().pg_map):
-        ours = each.size() == 1 or each in _inherited or each.group_desc.startswith(OWN)
+    groups = list(torch_internals.world().pg_map)
+    # Whoever drops the last reference to a link's waits for what is under way there.
+    groups = [each for each in groups if not each.group_desc.startswith(OWN)]
+    for each in groups:
+        ours = each.size() == 1 or each in _inherited
         if not ours and members.issuperset(dist.get_process_group_ranks(each)):
             try:
                 failures_of(each).report(error, doing, handled=handled)

@@ -21,9 +21,10 @@ slices, for as long as the time limit of the parent at least: no collective has 
 
 A kernel whose peer never comes ends by an abort only, and the host may be behind it, in
 ``loss.item()`` or ``x.to(device)``. So while collectives are under way there, a thread looks for
-what has ended the generation, and closes the links. At the time limit of its group, NCCL's watchdog
-ends the process, with no error in Python. It counts from the launch, and so the time of a slow
-device, too. So backends of accelerators get more time than the link, and the thread gives up first.
+what has ended the generation, and closes the links; whoever comes next raises. At the time limit of
+its group, NCCL's watchdog ends the process, with no error in Python. It counts from the launch, and
+so the time of a slow device, too. So backends of accelerators get more time than the link, and the
+thread gives up first.
 
 Note [What a backend takes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -47,6 +48,7 @@ import functools
 import json
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
@@ -136,15 +138,19 @@ class Pending:
             if result is None:
                 self.work.wait()
             elif result.value() != _SUCCESS:
-                # Torch has nothing else that tells why. It warns once that this is deprecated.
-                with contextlib.suppress(UserWarning):
-                    return str(self.work.exception())
+                # Torch has nothing else that tells why. It warns once that this is deprecated, and
+                # if warnings are errors, this one goes to the hook for a program's last error.
+                warnings.filterwarnings("ignore", "Work::exception", UserWarning)
                 return str(self.work.exception())
         except RuntimeError as error:
             return str(error)
         except TypeError:
             return f"torch {torch.__version__} hands no error of the backend to Python"
         return None
+
+    def has_arrived(self) -> bool:
+        """True if it has ended well."""
+        return self.done() and self.reason() is None
 
     def _result(self) -> torch.futures.Future[int] | None:
         """Return the result of a backend whose wait does not block; None for other backends."""
@@ -190,7 +196,7 @@ class ProcessLink:
         # See Note [Late failures].
         self._under_way: deque[Pending] = deque(maxlen=_KEPT)
         self._failures = failures_of(parent)
-        self.name, self._generation, number = self._failures.meet(purpose, self.timeout)
+        self.name, self.generation, number = self._failures.meet(purpose, self.timeout)
         # Two wrappers have links for one purpose, and may wait for each other.
         self._purpose = purpose if number == 1 else f"{purpose} {number}"
         try:
@@ -237,7 +243,7 @@ class ProcessLink:
     @property
     def failure(self) -> Failure | None:
         """Return the known failure of a process of the link; None if there is none."""
-        return self._failures.ends.get(self._generation)
+        return self._failures.ends.get(self.generation)
 
     @property
     def broken(self) -> str:
@@ -246,7 +252,7 @@ class ProcessLink:
 
     def report(self, error: BaseException, doing: str, *, kind: str = "raised") -> None:
         """Let all processes of the link raise, since this one has failed."""
-        self._failures.report(error, doing, kind=kind, generation=self._generation)
+        self._failures.report(error, doing, kind=kind, generation=self.generation)
 
     def give_up(self) -> None:
         """Close all connections, since processes may be at different collectives."""
@@ -262,7 +268,7 @@ class ProcessLink:
                 return self._unusable()
             timed_out |= time.monotonic() - started >= self.timeout
             error = self._failures.explain(
-                where, started, self._generation, reason, timed_out=timed_out
+                where, started, self.generation, reason, timed_out=timed_out
             )
             self._error = str(error)
         return error
@@ -284,6 +290,11 @@ class ProcessLink:
                 self._under_way.clear()
                 raise self.failed(pending.where, pending.started, reason)
 
+    @property
+    def under_way(self) -> tuple[Pending, ...]:
+        """The collectives whose end nobody has seen yet; none where the host waits for each."""
+        return tuple(self._under_way)
+
     def forget(self) -> None:
         """Raise no late error for what is under way, or is being launched by another thread."""
         self._under_way = deque(maxlen=0)
@@ -299,7 +310,7 @@ class ProcessLink:
                     return
             timed_out = time.monotonic() - pending.started > 2 * self.timeout + _PATIENCE
             if timed_out or self._failures.has_lost_another():
-                self.failed(pending.where, pending.started, timed_out=timed_out)
+                self._failures.end(pending.where, self.generation, timed_out=timed_out)
 
     def _unusable(self) -> CollectiveError:
         error = CollectiveError(
@@ -307,7 +318,7 @@ class ProcessLink:
             f"the processes again. Why: {self.broken}",
             self.failure,
         )
-        self._failures.note_error(error, self._generation)
+        self._failures.note_error(error, self.generation)
         return error
 
     # --- collectives -----------------------------------------------------------------------------

@@ -379,6 +379,8 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
         sends = may_send and self.will_sync_module_buffers()
         needs_others = shared and (reduces or sends or block is not None)
         lost = shared and training.is_lost(needs_others=needs_others)
+        if lost and training.processes is not None:
+            training.processes.pay()
         if sends and block is None and not lost:
             # Another may be in a backward, and would take buffers for its buckets.
             lost = training.has_parted()

@@ -244,21 +244,27 @@ class Training:
         try:
             self.reducer.read_vote()
         except (CollectiveError, CollectiveTimeout) as error:
-            # With new links all find out which processes got that round. A process that needs
-            # nobody goes on without those that have ended.
+            # A process that needs nobody goes on without those that have ended.
             kind = "" if error.failure is None else error.failure.kind
-            if (kind != "late") if needs_others else (kind in ("raised", "late", "skipped")):
+            if needs_others or kind in ("raised", "late", "skipped"):
                 raise
+            assert self.processes is not None
+            self.processes.withdraw()
 
     def is_lost(self, *, needs_others: bool) -> bool:
         """True if a forward needs other processes, and the links to them are broken."""
         if self.processes is None:
             return False
-        self.read_vote(needs_others=needs_others)
-        if needs_others:
-            self.reducer.check_left()
-        # New links would let it be forgotten that gradients of an earlier step are wrong.
-        self.processes.check_late()
+        try:
+            self.read_vote(needs_others=needs_others)
+            if needs_others:
+                self.reducer.check_left()
+            # New links would let it be forgotten that gradients of an earlier step are wrong.
+            self.processes.check_late()
+        except (CollectiveError, CollectiveTimeout):
+            # With new links all find out which processes got that round.
+            if not needs_others or self.processes.num_owed >= 0:
+                raise
         # The others may have ended, and what is left to do here is an evaluation.
         return self.processes.is_broken and needs_others
 

@@ -7,6 +7,13 @@ error into the store and closes its links, so no rank can complete the round. A 
 later does the same and does not vote, and the others may have taken their step. In either case all
 ranks make new links at their next forward, where they compare how many rounds each was given. If
 they were not given the same, all raise, until the replicas were compared or a state was loaded.
+So do they if an accelerator was still at collectives of a round that was given: those never end.
+
+For the end of its links each rank raises so often that all come to new ones at the same step. That
+is once, if they were given the same rounds by then. The host of an accelerator waits for no bucket,
+so a rank may be given a round that fails in another. The record of a failure says how many rounds
+its rank was given. A rank with one more raises nothing by itself; one with one less raises once
+more. This counts a round as a step, and knows nothing of other wrappers.
 
 Collectives of a communication hook are in a group of the user's, which stays. So a rank that fails
 first sends zeros through the hook for the rest, since the others wait for it. With a hook all ranks
@@ -20,14 +27,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dataparallel.comm.errors import CollectiveError, Failure, name_ranks
-from dataparallel.comm.failures import failures_of
-from dataparallel.comm.link import ProcessLink, parent_group
+from dataparallel.comm.errors import CollectiveError, Failure, RanksParted, name_ranks
+from dataparallel.comm.failures import Failures, failures_of
+from dataparallel.comm.link import Pending, ProcessLink, parent_group
 from dataparallel.graph.cut import Forwards
 from dataparallel.reducer.verify import gather_if_different
 
@@ -35,12 +42,6 @@ if TYPE_CHECKING:
     from dataparallel.reducer.comm_hooks import ResolvedHook
 
 _log = logging.getLogger("dataparallel")
-
-# The activity of a rank when it failed, as the others read it; by the kind of the failure.
-_DOING = {
-    "raised": "backward",
-    "late": "backward, after its last bucket was sent",
-}
 
 
 # --- the group -------------------------------------------------------------------------------
@@ -101,20 +102,28 @@ def find_group(group: Any, mesh: Any = None) -> TrainingGroup:
 
 
 class Progress:
-    """A wrapper's record of its rounds; outlives reducers and links."""
+    """A wrapper's record of its processes; outlives reducers and links."""
 
-    #: The number of rounds that have given this process gradients.
-    num_rounds = 0
     #: The reason why the replicas of the processes may differ; empty if they do not.
     doubt = ""
-    # The wrapper's first link, whose name tells it from other wrappers in all processes.
-    _name = ""
+    # The reason of that.
+    _failure: Failure | None = None
+    # Collectives whose results were delivered, and had not come yet.
+    _expected: Sequence[Pending] = ()
+    # True if no round was delivered since all processes had the same parameters.
+    _is_settled = False
+    #: The wrapper's first link, whose name tells it from other wrappers in all processes.
+    name = ""
 
-    def compare(self, control: ProcessLink, num_hook_calls: int) -> None:
+    def compare(self, control: ProcessLink, failures: Failures, *, has_hook: bool) -> None:
         """See whether all processes were given the same rounds; a collective call."""
-        what, own = "how many steps were reduced", [self._name, self.num_rounds, num_hook_calls]
-        gathered = gather_if_different(own, control, what=what) or [own]
-        names, numbers, calls = zip(*gathered, strict=True)
+        num_rounds = 0 if self._is_settled else failures.num_rounds[self.name]
+        num_hook_calls = failures.num_hook_calls if has_hook else 0
+        self._failure = failures.ends.get(control.generation - 1)
+        lacks = self._failure is not None and not all(each.has_arrived() for each in self._expected)
+        what, own = "how many steps were reduced", [self.name, num_rounds, num_hook_calls, lacks]
+        gathered = gather_if_different(own, control, what=what) or [own] * control.world_size
+        names, numbers, calls, lost = zip(*gathered, strict=True)
         if len(set(names)) > 1:
             came = (f"rank {rank} with {name or 'a new one'}" for rank, name in enumerate(names))
             raise RuntimeError(
@@ -130,30 +139,38 @@ class Progress:
                 "ones of the same group would be mixed up with them; start all processes again, or "
                 "train without a hook"
             )
-        self._name = self._name or control.name
+        self.name = self.name or control.name
         last = max(numbers)
         ahead = [rank for rank, number in enumerate(numbers) if number == last]
         behind = [rank for rank, number in enumerate(numbers) if number < last]
+        failures.note_rounds(self.name, last)
+        self._expected = ()
         if behind:
+            what = f"{name_ranks(behind)} failed in it"
+        elif any(lost):
+            ahead = [rank for rank, lacks in enumerate(lost) if lacks]
+            what = "their sum had not arrived there yet, and never will"
+        if behind or any(lost):
             self.doubt = (
                 f"the gradients of step {last} were reduced in {name_ranks(ahead)}, which may have "
-                f"taken the step, but {name_ranks(behind)} failed in it. The replicas may differ: "
+                f"taken the step, but {what}. The replicas may differ: "
                 "call check_replicas() in all processes, which raises an error if they do, or load "
                 "the same state in all of them with load_state_dict()"
             )
-
-    def gave(self) -> None:
-        """Note that a round has given this process gradients."""
-        self.num_rounds += 1
+            self.doubt += "" if self._failure is None else f". Before that, {self._failure}"
 
     def settle(self) -> None:
         """Note that all processes have the same parameters, whatever there was before."""
-        self.num_rounds, self.doubt = 0, ""
+        self.doubt, self._expected, self._is_settled = "", (), True
+
+    def gave(self, expected: Sequence[Pending]) -> None:
+        """Note that a round was delivered, and which collectives may still have to end for it."""
+        self._expected, self._is_settled = expected, False
 
     def check(self) -> None:
         """Raise where replicas may differ."""
         if self.doubt:
-            raise RuntimeError(self.doubt)
+            raise RanksParted(self.doubt, self._failure)
 
 
 class ReducerProcesses:
@@ -202,8 +219,7 @@ class ReducerProcesses:
                     for purpose in ("gradients", "control")
                 ]
                 self._verify(made[1])
-                calls = self._failures.num_hook_calls if self.hook else 0
-                self.progress.compare(made[1], calls)
+                self.progress.compare(made[1], self._failures, has_hook=self.hook is not None)
                 stack.pop_all()
             self._links = made
         return self._links
@@ -242,6 +258,40 @@ class ReducerProcesses:
         """Return the failure of a rank that has left out a step."""
         return self._failures.of(rank, "skipped", text)
 
+    @property
+    def num_owed(self) -> int:
+        """The number of errors that this rank still has to raise. See Note [Failures of a round].
+
+        It is negative if there were too many.
+        """
+        failure, name = self._links[0].failure if self._links else None, self.progress.name
+        # For a step that was left out the ranks have raised, or do so by themselves.
+        if failure is None or failure.kind == "skipped":
+            return 0
+        # A rank that tells late has delivered the round of which it tells.
+        num_rounds = failure.rounds.get(name, 0) - (failure.kind == "late")
+        num_raised = self._failures.num_errors[self.control.generation]
+        return 1 + num_rounds - self._failures.num_rounds[name] - num_raised
+
+    def withdraw(self) -> None:
+        """Note that the error of a vote was not raised in the end."""
+        self._failures.withdraw(self.control.generation)
+
+    def pay(self) -> None:
+        """Raise an error if this rank still has to, before it is at the step of the others."""
+        if self.num_owed > 0:
+            failure = self.control.failure
+            text = f"this step is left out, as in the other processes: {failure}"
+            error = CollectiveError(text, failure)
+            self.report(error, "forward")
+            raise error
+
+    def gave(self) -> None:
+        """Note that a round has given this process gradients."""
+        name = self.progress.name
+        self._failures.note_rounds(name, self._failures.num_rounds[name] + 1)
+        self.progress.gave(self.buckets.under_way)
+
     def count_hook_call(self) -> None:
         """Note that a communication hook has begun its collectives."""
         self._failures.count_hook_call()
@@ -255,10 +305,10 @@ class ReducerProcesses:
         for link in self._links[:1]:
             link.forget()
 
-    def report(self, error: BaseException, kind: str = "raised") -> None:
+    def report(self, error: BaseException, doing: str = "backward", kind: str = "raised") -> None:
         """Let the others know that a round has failed here, and use the links no more."""
         # First: telling may be interrupted.
         self._has_failed = True
         self.forget_buckets()
         if self._links:
-            self.control.report(error, _DOING[kind], kind=kind)
+            self.control.report(error, doing, kind=kind)

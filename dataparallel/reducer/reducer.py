@@ -188,8 +188,8 @@ class Reducer:
         if answer.lost:
             assert self.processes is not None
             error = late_error(self.trained.names[index] for index in answer.lost)
-            self.processes.report(error, "late")
-            raise CollectiveError(str(error), failure=self.processes.control.failure)
+            self.processes.report(error, kind="late")
+            raise CollectiveError(str(error), failure=self.processes.control.failure) from error
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
             agreement.check(
@@ -340,7 +340,7 @@ class Reducer:
         if transfer is not None:
             # Nothing can fail any more.
             self._vote, self._agreement = round_.vote(), transfer.agreement
-            transfer.processes.progress.gave()
+            transfer.processes.gave()
         return grads
 
     @torch.no_grad()

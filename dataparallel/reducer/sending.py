@@ -120,12 +120,13 @@ class Transfer:
 
     def abandon(self, error: BaseException) -> None:
         """End a round that has failed. See Note [Failures of a round]."""
-        kind = "late" if len(self._sent) == len(self._buckets) else "raised"
+        all_sent = len(self._sent) == len(self._buckets)
         try:
             if self._hook is not None and isinstance(error, Exception):
                 self._send_zeros()
         finally:
-            self.processes.report(error, kind)
+            after = ", after its last bucket was sent" if all_sent else ""
+            self.processes.report(error, f"backward{after}")
 
     def _send_zeros(self) -> None:
         """Send the rest of what the others wait for, and wait: the next round uses the memory."""

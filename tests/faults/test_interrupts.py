@@ -150,6 +150,8 @@ def interrupt_a_backward(rank: int, world_size: int) -> tuple[str, bool, bool]:
                 time.sleep(0.01)
         processes: Any = model._training.processes
         text = processes.control.broken
+        with pytest.raises(CollectiveError, match=r"step is left out, as in .* rank 0 .* Keyb"):
+            step(model, x)
     equal = all(map(torch.equal, step(model, x), wanted))
     # Messages in flight still write to it.
     is_new = not before & flats(model)
