@@ -28,6 +28,7 @@ if _typing.TYPE_CHECKING:
     from dataparallel.parallel.data_parallel import DataParallel, data_parallel
     from dataparallel.parallel.distributed import DistributedDataParallel
     from dataparallel.parallel.verify import verify
+    from dataparallel.pool import Pool
     from dataparallel.reducer.parameters import MixedPrecision
     from dataparallel.replicas.clones import replicate
     from dataparallel.threads.apply import Replica, current_replica, parallel_apply
@@ -40,6 +41,7 @@ _PLACES = {
     "DataParallel": "dataparallel.parallel.data_parallel",
     "DistributedDataParallel": "dataparallel.parallel.distributed",
     "MixedPrecision": "dataparallel.reducer.parameters",
+    "Pool": "dataparallel.pool",
     "Replica": "dataparallel.threads.apply",
     "Replicate": "dataparallel.batch.tree",
     "ShardedOptimizer": "dataparallel.optim.sharded",
@@ -98,6 +100,7 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "MixedPrecision",
+    "Pool",
     "Replica",
     "Replicate",
     "ShardedOptimizer",

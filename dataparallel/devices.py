@@ -317,6 +317,31 @@ def memory_of(device: torch.device) -> Memory:
     return Memory(stats.get("allocated_bytes.all.peak", 0), total, retries)
 
 
+# The messages of plain RuntimeErrors: of the CPU's allocator, and of libraries that allocate for
+# themselves.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if an exception says that there was too little memory."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _OUT_OF_MEMORY)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Let the allocator of an accelerator give back the memory that it keeps for later."""
+    empty = None if device.type == "cpu" else getattr(_module(device), "empty_cache", None)
+    if empty is not None:
+        with use_device(device):
+            empty()
+
+
 # --- streams ---------------------------------------------------------------------------------
 
 
@@ -324,6 +349,7 @@ def memory_of(device: torch.device) -> Memory:
 Stream: TypeAlias = torch.Stream | None
 
 _copy_streams: dict[torch.device, torch.Stream] = {}
+_host_streams: dict[torch.device, torch.Stream] = {}
 
 
 def current_stream(device: torch.device) -> Stream:
@@ -353,6 +379,13 @@ def copy_stream(device: torch.device) -> Stream:
         # If several threads come here at once, one of them wins.
         _copy_streams.setdefault(device, torch.Stream(device))
     return _copy_streams[device]
+
+
+def host_stream(device: torch.device) -> torch.Stream:
+    """Return the side stream for copies from an accelerator to the host, beside those to it."""
+    if device not in _host_streams:
+        _host_streams.setdefault(device, torch.Stream(device))
+    return _host_streams[device]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ torch's autograd engine that our C++ uses stand in ``distributed_autograd/csrc/t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import datetime
@@ -650,6 +651,14 @@ def use_graphs_of_compiler(graphs: dict[str, Any]) -> None:
         vars(trees.local).update(graphs)
 
 
+def keep_graphs_of_compiler() -> None:
+    """Give this thread CUDA graphs of its own for compiled code, if it has none."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is not None and not hasattr(trees.local, "tree_manager_containers"):
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = collections.defaultdict(threading.Lock)
+
+
 # --- patches ---------------------------------------------------------------------------------
 
 
@@ -1133,6 +1142,41 @@ def replace_checkpoint_states(own_generator: Callable[[torch.device], Any]) -> N
         ]
 
     module.get_device_states = get_device_states
+
+
+def replace_seeding(kind: str, own_generator: Callable[[torch.device], Any]) -> None:
+    """Have a device module's functions on seeds and states mean the generators of replicas.
+
+    Where a thread has none of its own for a device, they mean the default ones.
+    """
+    module: Any = torch.get_device_module(kind)
+
+    def own(device: Any) -> Any:
+        index = device if isinstance(device, int) else torch.device(device).index
+        return own_generator(
+            torch.device(kind, module.current_device() if index is None else index)
+        )
+
+    def replace(name: str, act: Callable[..., Any], found_for: Callable[..., Any]) -> None:
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            found = found_for(*args, **kwargs)
+            return original(*args, **kwargs) if found is None else act(found, *args)
+
+        setattr(module, name, function)
+
+    def seed_all(_: Any, seed: int) -> None:
+        for index in range(module.device_count()):
+            generator = own(index)
+            if generator is not None:
+                generator.manual_seed(int(seed))
+
+    replace("manual_seed", lambda g, seed: g.manual_seed(int(seed)), lambda seed: own(kind))
+    replace("manual_seed_all", seed_all, lambda seed: own(kind))
+    replace("get_rng_state", lambda g, *_: g.get_state(), lambda device=kind: own(device))
+    replace("set_rng_state", lambda g, s, *_: g.set_state(s), lambda s, device=kind: own(device))
 
 
 class Kernels:

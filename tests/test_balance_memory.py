@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
-from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
+from dataparallel.devices import is_out_of_memory
+from dataparallel.extras.balancing.memory import replicas_named_by
 from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import set_memory_limit
 from tests.cluster import Cluster

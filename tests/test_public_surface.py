@@ -45,7 +45,7 @@ MODULES: list[types.ModuleType] = [
 NO_ENTRY = {comm_hooks: ["allreduce_hook", "bf16_compress_hook", "fp16_compress_hook", "noop_hook"]}
 
 #: The wrapper's methods beside those of torch.nn.DataParallel.
-OWN_METHODS = ["add_replica", "close", "drop_replica", "loss"]
+OWN_METHODS = ["add_replica", "close", "drop_replica", "loss", "pool"]
 
 
 # --- names -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -101,7 +102,44 @@ def copy_to_the_host() -> list[Tensor]:
     return [copy * 2, comm.gather(parts, destination="cpu") * 2]
 
 
-SCENARIOS = (train, exchange, gather_while_another_device_is_read, copy_to_the_host)
+class Held(nn.Linear):
+    """A layer whose forward waits for the host, if it has been told to."""
+
+    gates: Any = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gates and len(x) == 1:
+            entered, left = self.gates
+            entered.set()
+            left.wait(60)
+        return super().forward(x)
+
+
+def serve() -> list[Tensor]:
+    """Items of two callers on streams of their own, right after the module has changed."""
+    torch.manual_seed(0)
+    net = Held(4, 3).to(DEVICES[0]).eval()
+    results: list[Tensor] = []
+    with dataparallel.Pool(net, DEVICES[:2]) as pool:
+        for _ in range(2):
+            results += pool.map([torch.full((5, 4), float(i)).pin_memory() for i in range(6)])
+            with torch.no_grad():
+                # All, so that nobody compares values, for which the host would wait.
+                for parameter in net.parameters():
+                    parameter.mul_(2)
+            net.gates = entered, left = threading.Event(), threading.Event()
+            first = pool.submit(torch.ones(1, 4))
+            entered.wait(60)
+            with torch.Stream(DEVICES[0]), torch.Stream(DEVICES[1]):
+                second = pool.submit(torch.ones(2, 4))
+            results.append(second.result())
+            left.set()
+            results.append(first.result())
+            net.gates = ()
+    return results
+
+
+SCENARIOS = (train, exchange, gather_while_another_device_is_read, copy_to_the_host, serve)
 
 
 def run(left_out: Site | None, seen: set[Site]) -> list[Tensor]:

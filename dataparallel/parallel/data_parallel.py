@@ -14,8 +14,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ from dataparallel.replicas.clones import (
 from dataparallel.replicas.spread import was_spread
 from dataparallel.threads.timeline import Timeline, mark_backward
 from dataparallel.torch_internals import untraced
+
+if TYPE_CHECKING:
+    from dataparallel.pool import Pool
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OutputDevice = DeviceLike | Literal["each"] | None
@@ -731,6 +734,50 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.timeline.use_devices(devices, [*kept, *(None for _ in new)])
         if self._training is not None:
             self._training.use_runner(self._runner)
+
+    # --- single items -----------------------------------------------------------------------------
+
+    def pool(self, **options: Any) -> Pool:
+        """Return a pool that calls this wrapper's replicas with items, each on a free device.
+
+        The replicas are up to date, and need no further copies. Train when the pool is idle.
+
+        Example::
+
+            model.eval()
+            with model.pool() as pool:
+                for output in pool.map(x for x, _ in loader):
+                    ...
+
+        Args:
+            options: Those of :class:`dataparallel.Pool`.
+
+        Returns:
+            A pool; leave its ``with`` block, or close it, to end its threads.
+
+        Raises:
+            ValueError: As :class:`dataparallel.Pool` does.
+        """
+        # Imported late: few need one.
+        from dataparallel.pool import Pool
+
+        return Pool(self, **options)
+
+    @contextmanager
+    def _lend_to_pool(self) -> Iterator[Sequence[Callable[..., Any]]]:
+        """Give the replicas, up to date, for as long as a pool uses them."""
+        with torch.inference_mode(False), torch.no_grad():
+            replicas = self._replicas_as_they_are()
+        with self._runner.using((self.module, replicas)) as used:
+            try:
+                yield replicas
+            finally:
+                for clones in used:
+                    clones.discard()
+
+    def _replicas_as_they_are(self) -> Sequence[Callable[..., Any]]:
+        """Return the module, or its clones, without asking any other process."""
+        return [self.module] if self._is_direct() else self._lend(self.module, len(self.device_ids))
 
     # --- life ----------------------------------------------------------------------------------
 

@@ -367,6 +367,15 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
                 raise
             self._note_forward(reduces)
 
+    def _replicas_as_they_are(self) -> Sequence[Callable[..., Any]]:
+        with self._forwards:
+            training = self._training
+            if not training.fits(self.module):
+                training = self._build()
+            if training.direct:
+                return [self.module]
+            return self._lend(self.module, len(self.device_ids))
+
     def _ready(self, *, reduces: bool) -> Training:
         """Return the training of the next forward, made anew and connected if that is needed."""
         training = self._training

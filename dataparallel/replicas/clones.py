@@ -738,6 +738,13 @@ class ModuleClones:
             self._filled, self._parts = False, None
         self._is_forward = False
 
+    def discard(self) -> None:
+        """End forwards as successful ones whose assignments to attributes are dropped."""
+        same = all(map(_Look.is_same, _joined(self._looks)))
+        self._filled = self._filled and same and all(map(_Contents.are_same, self._contents))
+        self._is_forward = False
+        self.release()
+
     def release(self) -> None:
         """End a forward. If it was not committed, nothing is known of the clones any more."""
         if self._arrivals is not None:

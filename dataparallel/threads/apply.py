@@ -206,16 +206,12 @@ def apply_replicas(
         return []
     exclusive.watch_process_state()
     concurrent = len(calls) > 1 and is_portable() and not exclusive.lock.depth()
-    may_compile: AbstractContextManager[ParallelCall | None] = contextlib.nullcontext()
-    if torch_internals.is_anything_compiled():
-        # Imported late: most programs compile nothing.
-        from dataparallel.threads import compile as compiling
-
-        may_compile = compiling.compiled_call(
-            calls, len(set(devices)), _quiet if quiet is None else quiet, concurrent=concurrent
-        )
     if timeline is not None and not timeline.listeners:
         timeline = None
+    may_compile: AbstractContextManager[ParallelCall | None] = contextlib.nullcontext()
+    if torch_internals.is_anything_compiled():
+        quiet = _quiet if quiet is None else quiet
+        may_compile = _compiling(calls, len(set(devices)), quiet, concurrent=concurrent)
     with may_compile as compiles:
         turns = None
         if compiles is not None and compiles.in_turn:
@@ -244,6 +240,34 @@ def apply_replicas(
             events = list(zip(before, _events(devices), strict=True))
             pace.took(time.perf_counter() - begin, in_turn=turns is not None, events=events)
         return results
+
+
+def apply_alone(
+    call: Callable[[], T], device: torch.device, num_devices: int, *, within_cached: bool
+) -> T:
+    """Run a call in this thread, which has its context, as the only replica of a call.
+
+    Other threads may run theirs on ``num_devices`` at the same time.
+    """
+    exclusive.watch_process_state()
+    may_compile: AbstractContextManager[ParallelCall | None] = contextlib.nullcontext()
+    if torch_internals.is_anything_compiled():
+        torch_internals.keep_graphs_of_compiler()
+        may_compile = _compiling([call], num_devices, _quiet, concurrent=False)
+    with may_compile as compiles:
+        meeting = meetings.Rendezvous(1)
+        run = _Run([call], [device], compiles, None, None, "forward", meeting, within_cached)
+        return run.replica(0)
+
+
+def _compiling(
+    calls: Sequence[Callable[[], Any]], num_devices: int, quiet: set[Hashable], *, concurrent: bool
+) -> AbstractContextManager[ParallelCall]:
+    """Surround a call in which compiled code may be called."""
+    # Imported late: most programs compile nothing.
+    from dataparallel.threads import compile as compiling
+
+    return compiling.compiled_call(calls, num_devices, quiet, concurrent=concurrent)
 
 
 def _events(devices: Sequence[torch.device]) -> list[torch.Event]:

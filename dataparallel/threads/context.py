@@ -99,12 +99,15 @@ def _settings(places: frozenset[torch.device]) -> tuple[_Setting, ...]:
 
 
 class ThreadContext:
-    """The caller's settings for the threads of replicas, and their shares of the CPU's threads."""
+    """The caller's settings for the threads of replicas, and their shares of the CPU's threads.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    With ``by_number``, a task draws random numbers by its number, not by its replica.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, by_number: bool = False) -> None:
         self._devices = tuple(devices)
         self._threads = _devices.intra_op_shares(self._devices, torch.get_num_threads())
-        self._draws = replica_random.ReplicaGenerators(self._devices)
+        self._draws = replica_random.ReplicaGenerators(self._devices, by_number=by_number)
         self._variables = contextvars.copy_context()
         places = frozenset(devices)
         self._settings = [(get, use, get()) for get, use in _settings(places)]
@@ -129,12 +132,33 @@ class ThreadContext:
             if not _of_checkpoint(mode):
                 self._within.append(functools.partial(torch_internals.dispatch_mode, mode))
 
-    def task(self, index: int, call: Callable[..., T], *args: Any) -> Callable[[], T]:
-        """Return a function that runs ``call`` as this thread would, on the device of a replica."""
-        # Contextvars are a copy of their own for each task.
-        return functools.partial(self._variables.copy().run, self._run, index, call, *args)
+    @property
+    def streams(self) -> tuple[torch.Stream, ...]:
+        """The caller's current streams of the devices."""
+        return self._streams
 
-    def _run(self, index: int, call: Callable[..., T], *args: Any) -> T:
+    def is_like(self, other: ThreadContext) -> bool:
+        """True if a task computes the same in either; contextvars are not compared."""
+        mine, others = (
+            ([value for *_, value in one._settings], one._streams, one._within)
+            for one in (self, other)
+        )
+        modes = zip(self._function_modes, other._function_modes, strict=False)
+        is_same = len(self._function_modes) == len(other._function_modes)
+        return mine == others and is_same and all(one is two for one, two in modes)
+
+    def task(
+        self, index: int, call: Callable[..., T], *args: Any, number: int | None = None
+    ) -> Callable[[], T]:
+        """Return a function that runs ``call`` as this thread would, on the device of a replica.
+
+        The number of a task decides what it draws. Default: the index of the replica.
+        """
+        number = index if number is None else number
+        # Contextvars are a copy of their own for each task.
+        return functools.partial(self._variables.copy().run, self._run, index, number, call, *args)
+
+    def _run(self, index: int, number: int, call: Callable[..., T], *args: Any) -> T:
         device = self._devices[index]
         # Not set back: the thread belongs to replicas. The first query in a thread applies torch's
         # default, which would undo what is set before it.
@@ -161,7 +185,7 @@ class ThreadContext:
                 if before != wanted:
                     use(wanted)
                     stack.callback(use, before)
-            draws = functools.partial(self._draws.generator, index, {})
+            draws = functools.partial(self._draws.generator, index, number, {})
             stack.enter_context(replica_random.drawing.using(draws))
             return call(*args)
 

@@ -71,29 +71,41 @@ def mixed_seed(seed: int, index: int) -> int:
 
 
 class ReplicaGenerators:
-    """The generators of one call, made in the calling thread."""
+    """The generators of one call, made in the calling thread.
 
-    def __init__(self, devices: tuple[torch.device, ...]) -> None:
+    With ``by_number`` each task has its own on each device, whichever replica runs it.
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...], *, by_number: bool = False) -> None:
         self._devices = devices
-        self._shared = _shared_accelerators(devices)
+        self._own = _accelerators(devices) if by_number else _shared_accelerators(devices)
         with _lock:
             _install()
-            if self._shared:
+            if self._own:
                 _install_swaps()
+                for kind in {device.type for device in self._own}:
+                    _install_seeding(kind)
         self._parent = current_source()
         self._seed: int | None = None
+        if by_number:
+            # The caller goes on, and may draw at the same time.
+            self._seed_of_call()
 
     def generator(
-        self, index: int, made: dict[torch.device, torch.Generator], device: torch.device
+        self,
+        index: int,
+        number: int,
+        made: dict[torch.device, torch.Generator],
+        device: torch.device,
     ) -> torch.Generator | None:
-        """Return a replica's generator for a device; ``made`` keeps those of the replica."""
+        """Return a replica's generator for a device; ``made`` keeps those of the task."""
         own = self._devices[index]
         if device.index is None and device.type == own.type:
             device = own
         found = made.get(device)
-        if found is None and (device == _CPU or device in self._shared):
+        if found is None and (device == _CPU or device in self._own):
             found = made[device] = torch.Generator(device)
-            found.manual_seed(mixed_seed(self._seed_of_call(), index))
+            found.manual_seed(mixed_seed(self._seed_of_call(), number))
         return found
 
     def _seed_of_call(self) -> int:
@@ -112,6 +124,10 @@ class ReplicaGenerators:
 def _shared_accelerators(devices: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
     """Return the accelerators that several replicas share."""
     return tuple(d for d in set(devices) if _devices.is_accelerator(d) and devices.count(d) > 1)
+
+
+def _accelerators(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
+    return tuple(filter(_devices.is_accelerator, dict.fromkeys(devices)))
 
 
 def separate_device_generators(devices: Sequence[torch.device]) -> None:
@@ -228,8 +244,15 @@ def _install_swaps() -> None:
     kernels = _kernels()
     for name in torch_internals.all_operators():
         if name.startswith("aten::") and _draws_unseen(name):
-            kernels.register(name, _swapping_kernel(_overload(name), kernels.below))
+            silent = _silent_arguments(name)
+            kernels.register(name, _swapping_kernel(_overload(name), kernels.below, silent))
     torch_internals.replace_checkpoint_states(own_generator)
+
+
+@functools.cache
+def _install_seeding(kind: str) -> None:
+    """Have the functions on seeds and states of a kind of device mean a task's own generators."""
+    torch_internals.replace_seeding(kind, own_generator)
 
 
 def _overload(name: str) -> Any:
@@ -237,9 +260,13 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, operation), overload or "default")
 
 
-def _generator_position(name: str) -> int | None:
+def _parts_of(name: str) -> tuple[str, str]:
     operation, _, overload = name.partition(".")
-    arguments = torch_internals.schema_named(operation, overload).arguments
+    return operation, overload
+
+
+def _generator_position(name: str) -> int | None:
+    arguments = torch_internals.schema_named(*_parts_of(name)).arguments
     found = (i for i, each in enumerate(arguments) if "Generator" in str(each.type))
     return next(found, None)
 
@@ -271,8 +298,29 @@ def _draws_unseen(name: str) -> bool:
     return not any(torch_internals.has_kernel(name, key) for key in composite)
 
 
-def _swapping_kernel(operation: Any, below: Any) -> Callable[..., Any]:
+# An operation whose argument of such a name has this value draws nothing.
+_NOTHING_DRAWN = {"dropout_p": 0.0, "train": False}
+
+
+def _silent_arguments(name: str) -> list[tuple[int, str, object]]:
+    """Return the positions, names and values of arguments with which an operation draws nothing."""
+    arguments = torch_internals.schema_named(*_parts_of(name)).arguments
+    found = [(i, each.name) for i, each in enumerate(arguments) if each.name in _NOTHING_DRAWN]
+    return [(i, argument, _NOTHING_DRAWN[argument]) for i, argument in found]
+
+
+def _swapping_kernel(
+    operation: Any, below: Any, silent: Sequence[tuple[int, str, object]] = ()
+) -> Callable[..., Any]:
+    def is_silent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(
+            (args[position] if position < len(args) else kwargs.get(name, value)) == value
+            for position, name, value in silent
+        )
+
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_silent(args, kwargs):
+            return operation.redispatch(keys & below, *args, **kwargs)
         device = _device_of(args, kwargs)
         own = own_generator(device) if _devices.is_accelerator(device) else None
         default = default_generator(device)

@@ -21,8 +21,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from dataparallel.comm.local import chunk_lengths
+from dataparallel.devices import is_out_of_memory
 from dataparallel.errors import add_note
-from dataparallel.extras.balancing.memory import is_out_of_memory, replicas_named_by
+from dataparallel.extras.balancing.memory import replicas_named_by
 from dataparallel.extras.balancing.speeds import Change, Cost, SplitDecisions, divide, fits
 from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.record import StepRecord

@@ -1,0 +1,160 @@
+"""The targets of a pool, called in each device slot: functions, and clones of modules."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from dataparallel import devices as _devices
+from dataparallel.replicas.clones import (
+    ModuleClones,
+    check_placement,
+    place,
+    refuse_uninitialized,
+)
+from dataparallel.replicas.values import ReplicaParameters
+
+_log = logging.getLogger("dataparallel")
+
+#: The callables of the slots.
+Calls: TypeAlias = Sequence[Callable[..., Any]]
+
+
+class Target(Protocol):
+    """Something to call in each slot."""
+
+    #: True if a tuple or a dict are its arguments, and true if it gets tensors on its device.
+    unpacks: bool
+    moves: bool
+
+    def lend(self) -> AbstractContextManager[Calls]:
+        """Give what is called in each slot, up to date, for as long as it is in use."""
+
+
+class FunctionTarget:
+    """A function, which gets each item as it is; and ``device=``, if it has such a parameter."""
+
+    unpacks = moves = False
+
+    def __init__(self, function: Callable[..., Any], devices: Sequence[torch.device]) -> None:
+        takes_device = False
+        # Some functions in C do not tell their parameters.
+        with contextlib.suppress(ValueError, TypeError):
+            takes_device = "device" in inspect.signature(function).parameters
+        self._calls = [
+            functools.partial(function, device=device) if takes_device else function
+            for device in devices
+        ]
+
+    def lend(self) -> AbstractContextManager[Calls]:
+        return contextlib.nullcontext(self._calls)
+
+
+class ModuleTarget:
+    """A module, with a clone for each slot; those on its own device share its parameters."""
+
+    unpacks = moves = True
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        refuse_uninitialized(module)
+        if module.training:
+            _log.warning(
+                "the module of the pool is in training mode, in which dropout is random and batch "
+                "norm mixes the samples of a batch; call eval() of it first"
+            )
+        place(module, devices)
+        check_placement(module, devices[0])
+        self._module, self._devices = module, tuple(devices)
+        self._clones: ModuleClones | None = None
+        self._leaves: ReplicaParameters | None = None
+        with torch.inference_mode(False), torch.no_grad():
+            self._current()
+
+    def _current(self) -> ModuleClones:
+        """Return clones of the module as it is now."""
+        clones, leaves = self._clones, self._leaves
+        if clones is None or leaves is None or not (clones.follow() and leaves.follow()):
+            leaves = ReplicaParameters(list(self._module.parameters()), self._devices)
+            clones = ModuleClones(self._module, self._devices, leaves=leaves)
+            self._clones, self._leaves = clones, leaves
+        return clones
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Calls]:
+        with torch.inference_mode(False), torch.no_grad():
+            clones = self._current()
+            replicas = clones.refresh(len(self._devices), detach=True)
+        try:
+            yield replicas
+        finally:
+            clones.discard()
+
+
+class WrapperTarget:
+    """The replicas of a wrapper, which ``lend`` gives."""
+
+    unpacks = True
+
+    def __init__(self, lend: Callable[[], AbstractContextManager[Calls]], *, moves: bool) -> None:
+        self.lend, self.moves = lend, moves
+
+
+class MethodTarget:
+    """A method of what another target calls, or of a module that this is."""
+
+    unpacks = True
+
+    def __init__(self, target: Target, name: str) -> None:
+        self._target, self._name, self.moves = target, name, target.moves
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Calls]:
+        with self._target.lend() as calls:
+            yield [getattr(call, self._name) for call in calls]
+
+
+class Lent:
+    """The callables of a target, for as long as some work needs them; asked for once."""
+
+    def __init__(self, target: Target, devices: Sequence[torch.device]) -> None:
+        self.target, self._devices = target, tuple(devices)
+        self._lock = threading.Lock()
+        # An interrupt may lose one; who is gone needs nothing any more.
+        self._users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._stack = contextlib.ExitStack()
+        self._calls: Calls = ()
+        #: By slot, the most samples of a batch for which there was memory, where it has run out.
+        self.limits: dict[int, int] = {}
+        # Those of the thread that has asked the target, and knows the new values.
+        self._streams: tuple[torch.Stream, ...] = ()
+
+    def acquire(self, user: object) -> Calls:
+        """Return what is called in each slot, for work of this thread; until it is released."""
+        with self._lock:
+            streams = _devices.current_streams(dict.fromkeys(self._devices))
+            if not self._users:
+                self._stack.close()
+                self._calls = self._stack.enter_context(self.target.lend())
+                self._streams = streams
+            for waiting, awaited in zip(streams, self._streams, strict=True):
+                _devices.wait_stream(waiting, awaited)
+            self._users.add(user)
+            return self._calls
+
+    def release(self, user: object) -> None:
+        """Give back what :meth:`acquire` has given; a second call does nothing."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users:
+                self._calls = ()
+                self._stack.close()
