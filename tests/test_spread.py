@@ -435,6 +435,21 @@ def test_the_module_cannot_run_by_itself(caplog: pytest.LogCaptureFixture) -> No
     assert len(places(net)) == 3
 
 
+def test_gathering_where_parameters_cannot_go_changes_nothing() -> None:
+    net = Net()
+    model = wrap(net, 3)
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y.to(DEVICES[0])).backward()
+    before = {name: (p.device, p.grad) for name, p in net.named_parameters()}
+    # Memory of the host is no memory of a virtual device.
+    with pytest.raises(ValueError, match=r"move a copy: copy\.deepcopy\(model\.module\)\.to"):
+        model.gather_originals("cpu")
+    for name, parameter in net.named_parameters():
+        device, grad = before[name]
+        assert parameter.device == device and parameter.grad is grad
+    assert {str(p.device) for p in copy.deepcopy(model.module).to("cpu").parameters()} == {"cpu"}
+
+
 def test_a_forward_cannot_gather_the_originals() -> None:
     held: list[Any] = []
 

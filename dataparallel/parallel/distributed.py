@@ -438,6 +438,7 @@ class DistributedDataParallel(DataParallel[ModuleT], Joinable):
 
         Raises:
             RuntimeError: A backward is under way, or a forward of the wrapper.
+            ValueError: The device does not exist, or parameters cannot be moved there in place.
         """
         # The replicas of a forward would wait for it, and that for them. Hooks run in a backward.
         in_backward = torch_internals.current_graph_task_id() != NO_TASK

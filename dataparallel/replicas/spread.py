@@ -157,6 +157,13 @@ def lay_out(
 def gather(module: nn.Module, device: torch.device) -> None:
     """Move all parameters of a module to one device, in place."""
     parameters = list(module.parameters())
+    if parameters and not torch_internals.takes_memory_of(
+        parameters[0], torch.empty(0, device=device)
+    ):
+        raise ValueError(
+            f"parameters on {parameters[0].device} cannot be moved to {device} in place; name "
+            "another device of the wrapper, or move a copy: copy.deepcopy(model.module).to(...)"
+        )
     move(parameters, [device] * len(parameters))
 
 
