@@ -781,6 +781,46 @@ def test_the_host_waits_once_for_each_item() -> None:
     assert counts["copies_device_to_host"] == 20, counts
 
 
+class Gated(nn.Linear):
+    """A layer whose forward waits for the host."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.gate = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gate.wait(60)
+        return super().forward(x)
+
+
+def test_copies_of_other_items_go_beside_the_computation() -> None:
+    net = Gated().eval()
+    with dp.Pool(net, ["virtual:0"]) as pool:
+        net.gate.set()
+        pool.submit(batches(1)[0].pin_memory()).result()
+        net.gate.clear()
+        with virtual.record_trace() as trace:
+            # All of them are there when the first one is computed.
+            futures = [pool.submit(item.pin_memory()) for item in batches(4)]
+            net.gate.set()
+            concurrent.futures.wait(futures)
+    kinds = {"copy", "kernel", "host_wait"}
+    found = [
+        "in"
+        if one.source == -1 and one.kind == "copy"
+        else "out"
+        if one.kind == "copy"
+        else one.kind
+        for one in trace
+        if one.kind in kinds
+    ]
+    # The next item is under way before the host waits for the one before.
+    each = ["in", "kernel", "out"]
+    assert found == each + 3 * [*each, "host_wait"] + ["host_wait"]
+    streams = {one.kind + str(one.source): one.stream for one in trace if one.kind in kinds}
+    assert len({streams["copy-1"], streams["copy0"], streams["kernel-1"]}) == 3
+
+
 # --- life ------------------------------------------------------------------------------------
 
 
