@@ -151,6 +151,20 @@ def test_values_that_somebody_writes_are_in_the_next_forward(
     torch.testing.assert_close(model(x), module(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+@WRAPPERS
+def test_a_write_is_seen_by_replicas_that_a_smaller_batch_left_out(
+    wrapper: Wrapper, rows: int
+) -> None:
+    module = nn.Linear(3, 2).to(DEVICES[0])
+    model = wrapper(module, [f"virtual:{i}" for i in range(4)])
+    x = torch.randn(4, 3, device=DEVICES[0])
+    assert_current(model, module, x)
+    module.weight.data.neg_()
+    assert_current(model, module, x[:rows])
+    assert_current(model, module, x)
+
+
 def test_a_graph_keeps_the_values_that_it_was_made_with() -> None:
     module = nn.Linear(3, 2, bias=False).to(DEVICES[0])
     model = DataParallel(module, DEVICES)

@@ -287,6 +287,8 @@ class Values:
             # Quantized tensors have no checksum.
             same = [i for i in same if not tensors[i].is_quantized]
             if same and self._differ(places[latest], same, traces, now=now):
+                for place in {*self._used} - {*places}:
+                    place.forget()
                 stale = [everything] * len(places)
             yield from self._copying(places, stale, traces)
             self._found = traces[1:]
