@@ -44,9 +44,9 @@ from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads.timeline import PHASES, Phase
 
-#: Less than this share of a step is not worth a change; from the second one on, it is a warning.
-_WORTHWHILE = 0.03
-_MUCH = 0.15
+#: Less than this share of a step is not worth a change, and the first one has to save more: less is
+#: what healthy runs show. From the third one on, it is a warning.
+_WORTHWHILE, _CLEAR, _MUCH = 0.03, 0.1, 0.15
 #: The slowest replica is a straggler if it takes so much longer than the mean, and so with ranks.
 NOTABLE = 0.1
 #: One of several replicas on a device is slower for a reason of its own only if it is so nearly
@@ -321,10 +321,12 @@ def find_changes(
         _buckets(totals, info),
     ]
     chosen = [one for one in found if one is not None and one.gain >= _WORTHWHILE]
-    if state is not None and (pressure := _memory(totals, state)) is not None:
+    pressure = None if state is None else _memory(totals, state)
+    if pressure is not None:
         chosen.append(pressure)
-    if chosen:
-        return sorted(chosen, key=lambda one: -one.gain)
+    chosen.sort(key=lambda one: -one.gain)
+    if chosen and (pressure is not None or chosen[0].gain >= _CLEAR):
+        return chosen
     busy = _share(totals, totals.mean("forward", "loss", "backward"))
     text = (
         "Nothing stands out: none of the changes known here would make steps much shorter. "
@@ -332,6 +334,8 @@ def find_changes(
     )
     if info.hides_waiting:
         text += ", with the waiting for other processes: look at all ranks together"
+    if chosen:
+        text += f". The largest of them, {chosen[0].kind}, would save {percent(chosen[0].gain)}"
     return [Finding("nothing", f"{text}.")]
 
 

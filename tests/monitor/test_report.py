@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
-from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.readings.reading import POWER_LIMIT
 from dataparallel.monitor.sample import Sample
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
@@ -87,9 +87,60 @@ def test_what_is_told_of_a_device() -> None:
     assert report.advice.kind == "slowed device"
 
 
+def test_a_device_that_a_run_calls_otherwise_is_the_same() -> None:
+    # As with CUDA_VISIBLE_DEVICES=2,3 of a run that begins later.
+    names = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], ["nvml:0", "nvml:1", "cuda:0", "cuda:1"]
+    samples = [
+        sample(
+            float(i),
+            [
+                dataclasses.replace(device(d, energy=10.0 * i * (d + 1)), device=names[i >= 2][d])
+                for d in range(4)
+            ],
+        )
+        for i in range(4)
+    ]
+    devices = make_report(recording(samples)).devices
+    assert [(one.device, one.energy, one.is_lost) for one in devices] == [
+        ("nvml:0", 30.0, False),
+        ("nvml:1", 60.0, False),
+        ("cuda:0", 90.0, False),
+        ("cuda:1", 120.0, False),
+    ]
+
+
+def test_the_power_limit_is_no_slowdown() -> None:
+    full = [device(0, utilization=1.0, power=700.0, throttle=[POWER_LIMIT])]
+    report = make_report(recording([sample(float(i), full) for i in range(3)]))
+    assert report.devices[0].throttled == 0.0
+    assert report.advice.kind == "unknown"
+
+
+def test_faults_of_devices_are_told_with_their_times_and_come_first() -> None:
+    def at(time: float, **values: Any) -> Sample:
+        return sample(time, [device(0, **values), device(1, temperature=90.0)])
+
+    ecc = {"ecc_uncorrected_errors": 2.0}
+    xid = {"xid_errors": 1.0, "last_xid": 79.0, "row_remapping_pending": 1.0}
+    report = make_report(
+        recording([at(0.0), at(1.0, **xid), at(2.0, **xid, **ecc), at(3.0, **ecc)])
+    )
+    told = [
+        (one.device, one.finding.kind, one.first, one.last, one.count) for one in report.incidents
+    ]
+    assert told == [
+        ("cuda:0", "memory errors", 1.0, 3.0, 4),
+        ("cuda:1", "hot device", 0.0, 3.0, 4),
+        ("cuda:0", "device error", 1.0, 2.0, 2),
+    ]
+    assert report.advice.text.startswith("cuda:0 has 2 uncorrected memory errors")
+    text = " ".join(text_of([at(0.0), at(1.0, **xid)]).split())
+    assert "XID 79: the device has fallen off" in text and "(from 1 s to 1 s, in 1 sample)" in text
+
+
 def losing() -> list[Sample]:
     """Samples of a device that is lost, and of one that comes back."""
-    lost = [DeviceReading(f"cuda:{d}", "GPU", "nvml", error="GPU is lost") for d in range(2)]
+    lost = [dataclasses.replace(device(d), error="GPU is lost", values={}) for d in range(2)]
     good = [device(d, utilization=0.5, power=100.0) for d in range(3)]
     return [sample(0.0, good), sample(1.0, [*lost, good[2]]), sample(2.0, [good[0], lost[1]])]
 
@@ -327,7 +378,7 @@ BOTH = [
     dataclasses.replace(one, runs=one.runs + other.runs)
     for one, other in zip(FIRST, SECOND, strict=True)
 ]
-LOST = DeviceReading("cuda:0", "GPU", "nvml", error="lost")
+LOST = dataclasses.replace(device(0), error="lost", values={})
 KNOWN = [device(0, utilization=0.5), LOST, device(0), device(0, utilization=1.0)]
 PAUSED = [sample(each, [device(0, power=1.0)]) for each in (0.0, 1.0, 2.0, 6.0, 7.0)]
 

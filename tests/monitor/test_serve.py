@@ -136,7 +136,7 @@ def test_points_come_once_and_the_latest_sample_whole() -> None:
     assert sample["processes"][0]["name"] == "python train.py --epochs 90"
     assert {alert["severity"] for alert in sample["alerts"]} == {"error", "warning"}
     assert sample["runs"][0]["shares"][1]["idle"] == pytest.approx(0.353, abs=0.01)
-    assert point["devices"]["cuda:3"][0] is None
+    assert point["devices"]["GPU-3"][0] is None
     assert (sample["users"]["cuda:3"], sample["users"]["cuda:4"]) == ("replica 3", "")
     # Six steps a second, of 104 samples each.
     (course,) = point["jobs"].values()

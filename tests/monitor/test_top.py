@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
+from dataparallel.monitor.readings.reading import POWER_LIMIT, DeviceReading, ProcessReading
 from dataparallel.monitor.sample import Sample
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
@@ -67,8 +67,11 @@ def even(steps: int = 100, slow: Seconds = BUSY) -> FakeRun:
     return run
 
 
-def waiting(at: float, power: float = 130.0) -> Sample:
-    return machine(make_device(0, {"utilization": 1.0, "power": power}), at=at)
+def waiting(at: float, power: float = 130.0, *, alone: bool = False) -> Sample:
+    readings = [make_device(0, {"utilization": 1.0, "power": power})]
+    if not alone:
+        readings.append(make_device(1, {"utilization": 1.0, "power": 690.0}))
+    return machine(*readings, at=at)
 
 
 STUCK = "reduce across processes"
@@ -79,6 +82,7 @@ def seen(**values: float | None) -> list[Sample]:
     return [machine(make_device(0, values))]
 
 
+AT_LIMIT = machine(device(0, throttle=[POWER_LIMIT]))
 SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
 
 
@@ -87,8 +91,8 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
     [
         (seen(temperature=84.0), []),
         (seen(temperature=85.0), ["cuda:0 is hot (85 C)"]),
-        (seen(memory_used=75 * GIB), []),
-        (seen(memory_used=77 * GIB), ["the memory of cuda:0 is nearly full (96 %)"]),
+        # Allocators keep what they have had, and servers take all of it.
+        (seen(memory_used=79 * GIB), []),
         (seen(ecc_uncorrected_errors=None), []),
         (seen(ecc_uncorrected_errors=1.0), ["cuda:0 has 1 uncorrected memory error: results may"]),
         (seen(ecc_uncorrected_errors=2.0), ["cuda:0 has 2 uncorrected memory errors: results may"]),
@@ -100,6 +104,7 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
             ],
         ),
         (seen(row_remapping_failed=1.0), ["a row of the memory of cuda:0 could not be replaced"]),
+        ([AT_LIMIT], []),
         ([SLOWED], ["cuda:0 is slowed down (power cap, HW slowdown): look at its cooling"]),
         # A broken device comes first.
         (
@@ -110,6 +115,8 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
         ([waiting(0.0), waiting(9.0)], []),
         ([waiting(0.0), waiting(5.0), waiting(12.0)], ["cuda:0 is 100 % busy at 130/700 W for 12"]),
         ([waiting(0.0, power=500.0), waiting(60.0, power=500.0)], []),
+        # A device that works alone waits for nobody: its kernels are small.
+        ([waiting(0.0, alone=True), waiting(60.0, alone=True)], []),
         ([waiting(0.0), waiting(8.0, power=600.0), waiting(12.0), waiting(15.0)], []),
         # A recording that is played again.
         ([waiting(0.0), waiting(12.0), waiting(1.0)], []),

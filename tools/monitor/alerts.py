@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.nvml_query import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
+from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.sample import Sample
 from dataparallel.threads.timeline import Phase
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.history import History, RunHistory, replicas_on
+from dataparallel.tools.monitor.history import History, RunHistory, Since, replicas_on
 from dataparallel.tools.monitor.ranks import run_name
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.
 HOT = 85.0
-#: Memory is nearly full from here on.
-NEARLY_FULL = 0.95
 #: A kernel that waits keeps a device busy, but draws little of the power that it may.
-_LITTLE_POWER = 0.35
+_BUSY, _LITTLE_POWER = 0.99, 0.35
 _LONG = 10.0
 
 
@@ -25,14 +27,9 @@ def find_alerts(history: History) -> list[Finding]:
     if sample is None:
         return []
     found: list[Finding] = []
-    for device in sample.devices:
-        if device.error is not None:
-            text = f"{device.device} cannot be read: {device.error}"
-            found.append(Finding("lost device", text, "error"))
-        else:
-            infos = [run.state.info for run in history.runs]
-            is_in_run = any(replicas_on(device.device, device.uuid, info) for info in infos)
-            found.extend(_of_device(device, history, is_in_run=is_in_run))
+    infos = [run.state.info for run in history.runs]
+    for _, one in device_alerts(sample, infos, history.since):
+        found.append(one)
     states = [run.state for run in history.runs]
     for run in history.runs:
         found.extend(_of_run(run, run_name(run.state, states)))
@@ -40,6 +37,45 @@ def find_alerts(history: History) -> list[Finding]:
         # A report of the same samples tells these, if they cost much.
         found.extend(one for one in findings if one.severity == "warning")
     return sorted(found, key=lambda one: one.severity != "error")
+
+
+def device_alerts(
+    sample: Sample, infos: Sequence[RunInfo], since: Since
+) -> Iterator[tuple[DeviceReading, Finding]]:
+    """Yield the errors and warnings of a sample's devices; asked once per sample.
+
+    ``infos`` are those of the runs that are watched.
+    """
+    busy = [one for one in sample.devices if (one.value("utilization") or 0.0) >= _BUSY]
+    for device in sample.devices:
+        if device.error is not None:
+            text = f"{device.device} cannot be read: {device.error}"
+            yield device, Finding("lost device", text, "error")
+            continue
+        own = [info for info in infos if replicas_on(device.device, device.uuid, info)]
+        for one in _of_device(device, is_in_run=bool(own)):
+            yield device, one
+        # One that works alone waits for nobody: its kernels are small.
+        together = any(info.world_size > 1 or len(set(info.devices)) > 1 for info in own)
+        waits = together if own else len(busy) > 1
+        seconds = since.seconds(
+            f"busy waiting {device.identity}", waits and _draws_little(device), sample.elapsed
+        )
+        if seconds >= _LONG:
+            power = units.watts_of_text(device.value("power"), device.value("power_limit"))
+            text = (
+                f"{device.device} is 100 % busy at {power} for {units.seconds_text(seconds)}: most "
+                "likely it waits inside a collective; look for the device or process that is late"
+            )
+            yield device, Finding("busy waiting", text, "warning")
+
+
+def _draws_little(device: DeviceReading) -> bool:
+    """True if a device is busy and draws so little power as with a kernel that waits."""
+    power, limit = device.value("power"), device.value("power_limit")
+    if (device.value("utilization") or 0.0) < _BUSY or power is None or limit is None:
+        return False
+    return power < _LITTLE_POWER * limit
 
 
 def _counted(number: float, what: str) -> str:
@@ -69,7 +105,7 @@ def _reported(device: DeviceReading) -> list[Finding]:
     return found
 
 
-def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> list[Finding]:
+def _of_device(device: DeviceReading, *, is_in_run: bool) -> list[Finding]:
     name = device.device
     found = []
     uncorrected = device.value("ecc_uncorrected_errors")
@@ -80,10 +116,10 @@ def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> l
         )
         found.append(Finding("memory errors", text, "error"))
     found += _reported(device)
-    if device.throttle:
+    if device.slowdowns:
         text = (
-            f"{name} is slowed down ({', '.join(device.throttle)}): look at its cooling and its "
-            "power limit"
+            f"{name} is slowed down ({', '.join(device.slowdowns)}): look at its cooling and its "
+            "power supply"
         )
         if is_in_run:
             text += "; dataparallel.balance gives it smaller chunks meanwhile"
@@ -92,25 +128,6 @@ def _of_device(device: DeviceReading, history: History, *, is_in_run: bool) -> l
     if temperature is not None and temperature >= HOT:
         text = f"{name} is hot ({temperature:.0f} C): look at fans and air flow"
         found.append(Finding("hot device", text, "warning"))
-    used, total = device.value("memory_used"), device.value("memory_total")
-    if used is not None and total and used / total > NEARLY_FULL:
-        text = (
-            f"the memory of {name} is nearly full ({units.percent_text(used / total)}): a little "
-            "more, and it runs out; make the batch smaller, or checkpoint activations"
-        )
-        found.append(Finding("full memory", text, "warning"))
-    utilization, power = device.value("utilization"), device.value("power")
-    limit = device.value("power_limit")
-    waits = (utilization or 0.0) >= 0.99 and None not in (power, limit)
-    waits = waits and (power or 0.0) < _LITTLE_POWER * (limit or 0.0)
-    seconds = history.held(f"busy waiting {name}", waits)
-    if seconds >= _LONG:
-        text = (
-            f"{name} is 100 % busy at {units.watts_of_text(power, limit)} for "
-            f"{units.seconds_text(seconds)}: most likely it waits inside a collective; look for "
-            "the device or process that is late"
-        )
-        found.append(Finding("busy waiting", text, "warning"))
     return found
 
 

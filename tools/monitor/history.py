@@ -106,12 +106,31 @@ class RunHistory:
         return self.summary.replicas if self.state.num_steps else ()
 
 
+class Since:
+    """The times since which several things have held without a break."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, float] = {}
+
+    def clear(self) -> None:
+        """Count from the next time on."""
+        self._begun.clear()
+
+    def seconds(self, name: str, holds: bool, now: float) -> float:
+        """For how many seconds something has held; asked once per sample."""
+        if not holds:
+            self._begun.pop(name, None)
+            return 0.0
+        return now - self._begun.setdefault(name, now)
+
+
 class History:
     """The last samples.
 
     Attributes:
         sample: The newest sample; None before the first one.
         changes: By job that is there, all that is worth a change, the largest gain first.
+        since: Durations of what alerts look at.
     """
 
     def __init__(self) -> None:
@@ -119,18 +138,18 @@ class History:
         self.changes: dict[str, list[Finding]] = {}
         self._runs: dict[tuple[str, int, int], RunHistory] = {}
         self._courses: dict[str, deque[float | None]] = {}
-        self._since: dict[str, float] = {}
+        self.since = Since()
 
     def add(self, sample: Sample) -> None:
         """Take the next sample."""
         if self.sample is not None and sample.elapsed < self.sample.elapsed:
             # A recording that was begun anew: durations count from here.
-            self._since.clear()
+            self.since.clear()
             self._runs.clear()
         self.sample = sample
         self._add_runs(sample)
         self.changes = self._find_changes()
-        busy = {device.device: device.value("utilization") for device in sample.devices}
+        busy = {device.identity: device.value("utilization") for device in sample.devices}
         for name in dict.fromkeys([*self._courses, *busy]):
             course = self._courses.setdefault(name, deque(maxlen=_MAX_SAMPLES))
             course.append(busy.get(name))
@@ -169,16 +188,9 @@ class History:
         """Return the late history of each run that is watched, by job and rank."""
         return sorted(self._runs.values(), key=lambda run: run.state.order)
 
-    def course(self, device: str) -> Sequence[float | None]:
+    def course(self, device: DeviceReading) -> Sequence[float | None]:
         """Return the last utilizations of a device, the newest last; one per sample."""
-        return tuple(self._courses.get(device, ()))
-
-    def held(self, name: str, holds: bool) -> float:
-        """For how many seconds something has held without a break; asked once per sample."""
-        if not holds or self.sample is None:
-            self._since.pop(name, None)
-            return 0.0
-        return self.sample.elapsed - self._since.setdefault(name, self.sample.elapsed)
+        return tuple(self._courses.get(device.identity, ()))
 
 
 def slowed_devices(sample: Sample, info: RunInfo) -> dict[str, str]:

@@ -193,7 +193,7 @@ def _tracks(recordings: Sequence[Recording]) -> tuple[list[_Track], str]:
 def _titles(tracks: Sequence[_Track], runs: Sequence[_Run]) -> tuple[str, str]:
     """Return the titles: the model and its devices; and how, when and how fast it was recorded."""
     samples = [(track.prefix, sample) for track in tracks for sample in track.samples]
-    names = {(prefix, one.device): one.name for prefix, each in samples for one in each.devices}
+    names = {(prefix, one.identity): one.name for prefix, each in samples for one in each.devices}
     used = {}
     for run in runs:
         sample = run.track.samples[run.periods[-1].places[-1]]
@@ -241,7 +241,7 @@ def _device_rows(tracks: Sequence[_Track], theme: Theme) -> Iterator[_Row]:
         shown = strips[:MAX_STRIPS]
         if not shown:
             continue
-        told = {reason: None for one in shown for r in one.readings if r for reason in r.throttle}
+        told = {reason: None for one in shown for r in one.readings if r for reason in r.slowdowns}
         reasons = ", ".join(told) if is_first else ""
         is_first = False
         tops = {metric.text(one.top) for one in shown}
@@ -266,11 +266,12 @@ def _name_devices(theme: Theme, title: str, reasons: str, axes: Axes) -> None:
 def _strips(tracks: Sequence[_Track], metric: _Metric) -> list[_Strip]:
     found = []
     for track in tracks:
-        for name in dict.fromkeys(one.device for each in track.samples for one in each.devices):
-            readings = [
-                next((one for one in each.devices if one.device == name and not one.error), None)
-                for each in track.samples
-            ]
+        # The last name of each: a run may show only some devices, and number them anew.
+        names = {one.identity: one.device for each in track.samples for one in each.devices}
+        for identity, name in names.items():
+            rows = ({one.identity: one for one in each.devices} for each in track.samples)
+            found_in = (row.get(identity) for row in rows)
+            readings = [None if one is None or one.error else one for one in found_in]
             values = [None if one is None else one.value(metric.name) for one in readings]
             known = [value for value in values if value is not None]
             if known:
@@ -290,7 +291,9 @@ def _draw_strip(theme: Theme, strip: _Strip, metric: _Metric, shows_slow: bool, 
         spans = [
             (begin, end - begin)
             for i, (begin, end) in enumerate(itertools.pairwise(strip.track.axis))
-            if (reading := strip.readings[i]) and reading.throttle and i + 1 not in strip.track.gaps
+            if (reading := strip.readings[i])
+            and reading.slowdowns
+            and i + 1 not in strip.track.gaps
         ]
         axes.broken_barh(spans, (0, strip.top), color=theme.warning, alpha=0.35, linewidth=0)
     axes.set_ylim(0, strip.top)

@@ -13,7 +13,8 @@ from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary
-from dataparallel.tools.monitor.history import reading_of, replicas_on
+from dataparallel.tools.monitor.alerts import device_alerts
+from dataparallel.tools.monitor.history import Since, reading_of, replicas_on
 from dataparallel.tools.monitor.ranks import find_in_job, run_name, speed_of_ranks
 from dataparallel.tools.monitor.recording import Recording, check_different, longest_step, times_of
 from dataparallel.tools.monitor.run_period import RunPeriod, find_runs, summarize_periods
@@ -53,6 +54,20 @@ class DeviceReport:
             f"{reason} in {100 * share:.0f} % of the time"
             for reason, share in self.throttle_reasons.items()
         )
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An alert of a device in a recording."""
+
+    host: str
+    device: str
+    #: As it was told last.
+    finding: Finding
+    #: Seconds since the begin of the recording, and the number of samples that told it.
+    first: float
+    last: float
+    count: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,8 @@ class RecordingReport:
     sample_cost: float | None
     problems: tuple[str, ...]
     devices: tuple[DeviceReport, ...]
+    #: Errors come first.
+    incidents: tuple[Incident, ...]
     #: Share of all processors of the host that was busy, on average.
     host_utilization: float | None
     runs: tuple[RunReport, ...]
@@ -125,10 +142,12 @@ def make_report(*recordings: Recording) -> RecordingReport:
     """Sum up recordings, one of each machine."""
     check_different(recordings)
     devices: list[DeviceReport] = []
+    incidents: list[Incident] = []
     runs: list[_Run] = []
     for recording in recordings:
         own = _report_devices(recording)
         devices += own
+        incidents += _find_incidents(recording)
         often = sorted(own, key=lambda one: -one.throttled)
         for periods in find_runs(recording.samples):
             info = periods[-1].info
@@ -140,6 +159,7 @@ def make_report(*recordings: Recording) -> RecordingReport:
             }
             runs.append(_Run(recording, periods, slowed))
     runs.sort(key=lambda run: run.state.order)
+    incidents.sort(key=lambda one: one.finding.severity != "error")
     states = [run.state for run in runs]
     reports = tuple(_report_run(run, states) for run in runs)
     jobs = _report_jobs(reports, states)
@@ -152,10 +172,11 @@ def make_report(*recordings: Recording) -> RecordingReport:
         sample_cost=_mean([sample.cost for sample in samples]),
         problems=tuple(problem for one in recordings for problem in one.problems),
         devices=tuple(devices),
+        incidents=tuple(incidents),
         host_utilization=_mean([one.host.utilization for one in samples if one.host is not None]),
         runs=reports,
         jobs=jobs,
-        advice=_advice(reports, jobs, devices),
+        advice=_advice(reports, jobs, devices, incidents),
     )
 
 
@@ -187,9 +208,25 @@ def _report_devices(recording: Recording) -> list[DeviceReport]:
     rows: dict[str, list[DeviceReading | None]] = {}
     for place, sample in enumerate(recording.samples):
         for reading in sample.devices:
-            rows.setdefault(reading.device, [None] * len(times))[place] = reading
+            rows.setdefault(reading.identity, [None] * len(times))[place] = reading
     host = recording.header.get("host", "")
     return [_report_device(row, times, host) for row in rows.values()]
+
+
+def _find_incidents(recording: Recording) -> list[Incident]:
+    """Return the alerts of devices, but for those that a device's report has already."""
+    since, found = Since(), dict[tuple[str, str], Incident]()
+    host = recording.header.get("host", "")
+    for time, sample in zip(times_of(recording.samples), recording.samples, strict=True):
+        infos = [state.info for state in sample.runs]
+        for device, finding in device_alerts(sample, infos, since):
+            if finding.kind in ("slowed device", "lost device"):
+                continue
+            key = device.identity, finding.kind
+            before = found.get(key)
+            first, count = (time, 0) if before is None else (before.first, before.count)
+            found[key] = Incident(host, device.device, finding, first, time, count + 1)
+    return list(found.values())
 
 
 def _report_device(
@@ -200,7 +237,7 @@ def _report_device(
     errors = [reading.error for reading in known if reading.error is not None]
     last = (good or known)[-1]
     number = max(1, len(good))
-    reasons = Counter(reason for reading in good for reason in reading.throttle)
+    reasons = Counter(reason for reading in good for reason in reading.slowdowns)
     return DeviceReport(
         host=host,
         device=last.device,
@@ -213,7 +250,7 @@ def _report_device(
         temperature_peak=_peak(good, "temperature"),
         power_mean=_mean(_column(good, "power")),
         energy=energy_used(times, _column(row, "energy"), _column(row, "power")),
-        throttled=sum(bool(reading.throttle) for reading in good) / number,
+        throttled=sum(bool(reading.slowdowns) for reading in good) / number,
         throttle_reasons={reason: count / number for reason, count in reasons.most_common()},
         failed=len(errors),
         error=errors[-1] if errors else None,
@@ -288,8 +325,17 @@ def _energy(
 
 
 def _advice(
-    runs: Sequence[RunReport], jobs: Sequence[JobReport], devices: Sequence[DeviceReport]
+    runs: Sequence[RunReport],
+    jobs: Sequence[JobReport],
+    devices: Sequence[DeviceReport],
+    incidents: Sequence[Incident],
 ) -> Finding:
+    lost = next((one for one in devices if one.is_lost and one.error), None)
+    if lost is not None:
+        text = f"{lost.device} was lost, and is not back at the end: {lost.error}."
+        return Finding("lost device", text, "error")
+    if incidents and incidents[0].finding.severity == "error":
+        return incidents[0].finding
     if runs:
         longest = max(runs, key=lambda run: run.summary.num_steps).job
         return next(job.findings[0] for job in jobs if job.job == longest)

@@ -19,6 +19,7 @@ from dataparallel.tools.monitor.recorder import samples_text
 from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.report import (
     DeviceReport,
+    Incident,
     JobReport,
     RecordingReport,
     RunReport,
@@ -69,6 +70,10 @@ def _parts(report: RecordingReport, width: int) -> Iterator[RenderableType]:
     names = _device_names(report)
     devices = zip(report.devices, names, strict=True)
     notes = [note for device, name in devices for note in _device_notes(device, name)]
+    notes += [
+        _incident(one, several=len({each.host for each in report.devices}) > 1)
+        for one in report.incidents
+    ]
     if notes:
         yield Group(*notes)
     for job in report.jobs:
@@ -128,6 +133,14 @@ def _device_notes(device: DeviceReport, name: str) -> Iterator[Text]:
         state = "was lost, and is not back at the end" if device.is_lost else "was lost a while"
         why = f": {device.error}" if device.error else ""
         yield Text(f"{name} {state}{why}", style="red")
+
+
+def _incident(incident: Incident, *, several: bool) -> Text:
+    host = f"{incident.host}: " if several else ""
+    first, last = seconds_text(incident.first), seconds_text(incident.last)
+    when = f"from {first} to {last}, in {samples_text(incident.count)}"
+    is_error = incident.finding.severity == "error"
+    return Text(f"{host}{incident.finding.text} ({when})", style="red" if is_error else "yellow")
 
 
 def _job(job: JobReport, runs: Sequence[RunReport]) -> Iterator[RenderableType]:

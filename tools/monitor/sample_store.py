@@ -72,7 +72,7 @@ class SampleStore:
         point: dict[str, Any] = {
             "time": sample.time,
             "devices": {
-                device.device: [_short(device.value(metric)) for metric in CHARTED]
+                device.identity: [_short(device.value(metric)) for metric in CHARTED]
                 for device in sample.devices
             },
             "jobs": {job: _course(known, job) for job in history.changes},

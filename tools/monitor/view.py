@@ -13,7 +13,7 @@ from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading
 from dataparallel.monitor.sample import Sample
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.alerts import HOT, NEARLY_FULL, find_alerts
+from dataparallel.tools.monitor.alerts import HOT, find_alerts
 from dataparallel.tools.monitor.bars import (
     ACCENT,
     ALARM,
@@ -32,6 +32,7 @@ from dataparallel.tools.monitor.replica_lines import replica_lines
 
 #: Beside the advice, where there is a line for each.
 _MOST_ALERTS = 2
+_NEARLY_FULL = 0.95
 _UTILIZATION, _MEMORY, _POWER, _COURSE = "#2d9cdb", "#43a867", "#cc8a2e", "#2f86ad"
 
 
@@ -123,7 +124,7 @@ class View:
                 title = [Text(name, "bold"), Text(users_of(device, self.history.runs), ACCENT)]
                 told = Text(clean(device.name), "dim")
                 lines.append(joined([*title, *_facts(device), told], "  "))
-                course = self.history.course(device.device)
+                course = self.history.course(device)
                 lines.append(_measures(device, course, width))
             else:
                 lines.append(_one_line(device, name, width))
@@ -180,7 +181,7 @@ def _measures(device: DeviceReading, course: Sequence[float | None], width: int)
     used, total = device.value("memory_used"), device.value("memory_total")
     power, limit = device.value("power"), device.value("power_limit")
     share = _ratio(used, total)
-    color = ALARM if share is not None and share > NEARLY_FULL else _MEMORY
+    color = ALARM if share is not None and share > _NEARLY_FULL else _MEMORY
     length = max(4, min(20, (width - 74) // 3))
     line = Text.assemble(
         ("  util ", "dim"),
@@ -214,8 +215,8 @@ def _one_line(device: DeviceReading, name: str, width: int) -> Text:
 def _facts(device: DeviceReading) -> list[Text]:
     """Short texts, the most important ones first."""
     found = []
-    if device.throttle:
-        found.append(Text(f"slowed: {', '.join(map(clean, device.throttle))}", f"bold {ALARM}"))
+    if device.slowdowns:
+        found.append(Text(f"slowed: {', '.join(map(clean, device.slowdowns))}", f"bold {ALARM}"))
     temperature = device.value("temperature")
     if temperature is not None:
         style = f"bold {ALARM}" if temperature >= HOT else ""

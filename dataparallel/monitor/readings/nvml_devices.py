@@ -18,6 +18,7 @@ from dataparallel.monitor.readings.nvml_query import (
     explain,
     number,
 )
+from dataparallel.monitor.readings.reading import POWER_LIMIT
 from dataparallel.monitor.readings.visible_devices import DeviceIdentity
 
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
@@ -78,7 +79,7 @@ _NO_SLOWDOWN = 0x3
 
 #: Bit: why. The hardware's generic reason counts only without a special one.
 _REASONS: dict[int, str] = {
-    0x4: "power limit",
+    0x4: POWER_LIMIT,
     _HARDWARE: "hardware slow-down by heat or power supply",
     0x10: "sync boost with other devices",
     0x20: "too hot for the driver",

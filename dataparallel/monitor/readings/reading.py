@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from dataparallel.monitor.readings.metrics import BY_NAME
 
+#: A device at full load is mostly at its power limit: a state, of which nobody need be told.
+POWER_LIMIT = "power limit"
+
 
 @dataclass(frozen=True)
 class DeviceReading:
@@ -20,7 +23,7 @@ class DeviceReading:
         uuid: Its identity; None if it has none.
         values: Metric by name, see :mod:`dataparallel.monitor.readings.metrics`; what is left out,
             or None, is not available.
-        throttle: The reasons why it is slowed down, in words; empty if it is not.
+        throttle: The reasons for a lower clock, in words, see :attr:`slowdowns`; empty if none.
         parent: For a MIG instance, the device of which it is a part.
         error: The reason why nothing could be read; None if all is well.
         index: Its number for ``nvidia-smi``, ``"0:1"`` for the second instance of device 0; None
@@ -40,6 +43,16 @@ class DeviceReading:
     def __post_init__(self) -> None:
         unknown = [name for name in self.values if name not in BY_NAME]
         assert not unknown, unknown
+
+    @property
+    def identity(self) -> str:
+        """A name that stays when the device gets another one, as by CUDA_VISIBLE_DEVICES."""
+        return self.uuid or self.device
+
+    @property
+    def slowdowns(self) -> tuple[str, ...]:
+        """The reasons why it is slower than at full load."""
+        return tuple(reason for reason in self.throttle if reason != POWER_LIMIT)
 
     def value(self, metric: str) -> float | None:
         """Return the value of a metric; None if it is not available."""

@@ -333,7 +333,7 @@ function showDevices(sample, points) {
   const charted = state.about.charted.filter((metric) => devices.some((one) => one.values[metric] != null));
   const parent = find("#devices .rows");
   parent.style.setProperty("--charts", charted.length);
-  const rows = keyed(parent, devices.map(({ device }) => device), () => {
+  const rows = keyed(parent, devices.map(({ device, uuid }) => uuid ?? device), () => {
     const more = make("details", {}, make("summary", {}, "more"), make("dl"));
     return make("div", { class: "device" }, make("div", {}, make("b"), make("p"), make("p", { class: "trouble" }), more));
   });
@@ -346,7 +346,7 @@ function showDevices(sample, points) {
     rows[i].querySelector(".trouble").className = `trouble ${error === null ? "warning" : "error"}`;
     for (const metric of charted) {
       const [title, unit, limit] = CHARTS[metric];
-      const course = points.map((point) => point.devices[device]?.[state.about.charted.indexOf(metric)] ?? null);
+      const course = points.map((point) => point.devices[uuid ?? device]?.[state.about.charted.indexOf(metric)] ?? null);
       chart(rows[i], title, unit, times, course, { whole: values[limit] ?? null, isSmall: true });
     }
     const told = new Set([...state.about.charted, "memory_total", "power_limit", "temperature"]);
