@@ -515,6 +515,13 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """Return the identity of an accelerator in every process and tool; None if it has none."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return None if uuid is None else f"GPU-{uuid}"
+
+
 # --- intra-op threads ------------------------------------------------------------------------
 
 

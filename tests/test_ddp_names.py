@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dataparallel as dp
 from dataparallel.reducer.statistics import Statistics
-from dataparallel.threads.timeline import Phase, Span, Timeline
+from dataparallel.threads import Phase
+from dataparallel.threads.timeline import Span, Timeline
 from dataparallel.virtual import pending
 from tests.cluster import Cluster
 from tests.ddp_cases import Net, batch, one_layer, two_layers, wrap

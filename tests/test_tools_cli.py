@@ -9,6 +9,7 @@ import os
 import re
 import select
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,59 @@ def test_python_dash_m_is_the_same_command_and_needs_no_extra() -> None:
     command = [sys.executable, "-c", code]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert finished.stdout.startswith("dataparallel 0.") and finished.returncode == 0
+
+
+ALL_HELP = """
+from dataparallel.tools import cli
+for command in {!r}:
+    try:
+        cli.main([*command.split(), "--help"])
+    except SystemExit:
+        pass
+"""
+ASKED = "import dataparallel.monitor as m; m.devices(); m.processes(); m.Collector(only='cpu')"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-c", ALL_HELP.format(("", *COMMANDS, *(f"monitor {part}" for part in PARTS)))],
+        ["-m", "dataparallel", "monitor", "top", "--once"],
+        ["-m", "dataparallel", "monitor", "top", "--once", "--json", "--attach", "auto"],
+        ["-m", "dataparallel", "monitor", "record", "new", "--for", "0.1", "--attach", "auto"],
+        ["-m", "dataparallel", "monitor", "top", "--once", "--source", "run"],
+        ["-m", "dataparallel", "monitor", "report", "run"],
+        ["-m", "dataparallel", "monitor", "serve", "--port", "0"],
+        ["-m", "dataparallel", "monitor", "grafana"],
+        ["-c", "import dataparallel.tools.monitor.top_app"],
+        ["-c", ASKED],
+        ["-m", "dataparallel", "monitor", "plot", "run", "run.svg"],
+    ],
+    ids=lambda words: " ".join(words)[:60],
+)
+def test_who_watches_a_machine_waits_for_no_torch(words: list[str], tmp_path: Path) -> None:
+    """Torch takes seconds and hundreds of megabytes; numpy, which it brings, a part of them."""
+    write_recording(tmp_path / "run", [make_sample(i) for i in range(3)])
+    (folder := tmp_path / "runs").mkdir(mode=0o700)
+    with (
+        (tmp_path / "modules").open("w") as modules,
+        subprocess.Popen(
+            [sys.executable, "-X", "importtime", *words],
+            cwd=tmp_path,
+            env={**os.environ, "DATAPARALLEL_MONITOR_DIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=modules,
+            text=True,
+        ) as process,
+    ):
+        if "serve" in words:
+            assert process.stdout is not None
+            while "Ctrl-C ends it" not in process.stdout.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+    told = (tmp_path / "modules").read_text()
+    assert process.returncode == 0, told[-2000:]
+    loaded = {name.split(".")[0] for name in re.findall(r"(?m)^import time: .*\| *(\S+)$", told)}
+    heavy = {"torch"} if "plot" in words else {"torch", "numpy", "matplotlib"}
+    assert "dataparallel" in loaded and not heavy & loaded

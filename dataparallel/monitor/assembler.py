@@ -50,7 +50,8 @@ from torch.utils.hooks import RemovableHandle
 from dataparallel.devices import runs_behind, synchronize, timing_event
 from dataparallel.monitor.module_spans import parameters_of
 from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
-from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
+from dataparallel.threads import Phase
+from dataparallel.threads.timeline import Listener, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8

@@ -42,7 +42,7 @@ from typing import Literal, NamedTuple
 
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 
 #: Less than this share of a step is not worth a change, and the first one has to save more: less is
 #: what healthy runs show. From the third one on, it is a warning.

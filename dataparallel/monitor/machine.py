@@ -14,18 +14,15 @@ import functools
 import logging
 import math
 import os
+import sys
 import threading
 import time
 
-import torch
-
-from dataparallel.devices import accelerators
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 from dataparallel.monitor.readings.source import SHORTEST_SPAN
 from dataparallel.monitor.readings.visible_devices import named_by_run
-from dataparallel.monitor.run import device_uuid
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.sampler import Sampler
 
@@ -118,6 +115,13 @@ if hasattr(os, "register_at_fork"):
 
 def _names_of_torch() -> dict[str, str]:
     """By identity, how torch calls the devices in this process; nothing before it has used them."""
+    if "torch" not in sys.modules:
+        return {}
+    # Whoever reads devices without torch shall not load it.
+    import torch
+
+    from dataparallel.devices import accelerators, device_uuid
+
     there = accelerators()
     if not there or not getattr(torch.get_device_module(there[0]), "is_initialized", bool)():
         return {}

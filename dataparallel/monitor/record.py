@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Segment:
     """A stretch of a step in which one replica is in one phase.
 
     Attributes:
-        phase: One of :data:`dataparallel.threads.timeline.PHASES`.
+        phase: One of :data:`dataparallel.threads.PHASES`.
         begin: Seconds since the step began.
         end: Likewise.
     """

@@ -20,15 +20,17 @@ from torch.optim import Optimizer
 from dataparallel.devices import memory_allocated, memory_of
 from dataparallel.monitor.assembler import OptimizerSpans, StepAssembler
 from dataparallel.monitor.attach import Publisher
+from dataparallel.monitor.describe import describe_run, name_of_job, rank_of_process
 from dataparallel.monitor.findings import StepWindow
 from dataparallel.monitor.loggers import MetricsLogger
 from dataparallel.monitor.module_spans import ModuleSpans, device_of
 from dataparallel.monitor.record import StepRecord
-from dataparallel.monitor.run import RunState, describe_run, name_of_job, rank_of_process
+from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
-from dataparallel.threads.timeline import Listener, Phase, Timeline
+from dataparallel.threads import Phase
+from dataparallel.threads.timeline import Listener, Timeline
 
 P = ParamSpec("P")
 T = TypeVar("T")

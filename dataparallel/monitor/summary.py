@@ -21,7 +21,7 @@ from dataparallel.monitor.findings import (
     percent,
 )
 from dataparallel.monitor.run import RunInfo, RunState
-from dataparallel.threads.timeline import PHASES
+from dataparallel.threads import PHASES
 
 #: With so many other steps, those with which a run began are left out: they warm up.
 _ENOUGH = 3

@@ -19,9 +19,10 @@ from dataparallel.graph.cut import ReplicaInputs
 from dataparallel.parallel.buffers import BufferPolicy, Members, mean_buffer, watch_of
 from dataparallel.replicas.clones import ModuleClones, Result, clones_of
 from dataparallel.replicas.values import ReplicaParameters, Sharing
+from dataparallel.threads import Phase
 from dataparallel.threads.apply import Pace, apply_replicas
 from dataparallel.threads.context import one_thread
-from dataparallel.threads.timeline import Phase, Timeline
+from dataparallel.threads.timeline import Timeline
 from dataparallel.threads.workers import WorkerPools
 
 T = TypeVar("T")

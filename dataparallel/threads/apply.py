@@ -21,12 +21,12 @@ import torch
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.errors import locate
-from dataparallel.threads import exclusive
+from dataparallel.threads import Phase, exclusive
 from dataparallel.threads import meeting as meetings
 from dataparallel.threads.context import ThreadContext, is_portable, pauses
 from dataparallel.threads.meeting import Replica as Replica
 from dataparallel.threads.meeting import current_replica as current_replica
-from dataparallel.threads.timeline import NO_SPAN, Phase, Timeline
+from dataparallel.threads.timeline import NO_SPAN, Timeline
 from dataparallel.threads.workers import SecondaryError, Turns, WorkerPools
 
 if TYPE_CHECKING:

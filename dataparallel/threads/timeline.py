@@ -1,25 +1,4 @@
-"""The beginning and end of each phase of a replica, for any listener.
-
-Note [Phases of a replica]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-The wrapper of a module says when a phase begins and ends, for one replica or for all of them:
-
-    scatter                  inputs, parameters and buffers go to the replicas
-    forward                  the module computes
-    gather                   outputs are put together
-    loss                     the criterion computes (between forward and backward where the caller
-                             computes it)
-    backward                 gradients are computed
-    reduce local             gradients of the replicas are summed up and handed out
-    reduce across processes  the other processes are waited for
-    optimizer                the step of the optimizer
-    input                    no step is under way: the caller gets the next batch
-    idle                     nothing of all that: the replica waits for the others
-
-Spans may lie within each other; the innermost one counts. The last two, and ``loss`` of the caller,
-are what lies between the spans. On an accelerator a span begins and ends with an event on the
-stream that the thread uses, so nothing waits for the device. On the CPU the host's clock counts.
-"""
+"""The beginning and end of each phase of a replica, for any listener."""
 
 from __future__ import annotations
 
@@ -28,29 +7,14 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, get_args
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
+from dataparallel.threads import Phase
 from dataparallel.threads.meeting import current_replica
-
-Phase: TypeAlias = Literal[
-    "input",
-    "scatter",
-    "forward",
-    "gather",
-    "loss",
-    "backward",
-    "reduce local",
-    "reduce across processes",
-    "optimizer",
-    "idle",
-]
-
-#: All phases, in the order in which they are shown.
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,7 +28,7 @@ class Span:
     """A stretch of time in which replicas are in one phase; the listeners get it when it ends.
 
     Attributes:
-        phase: One of :data:`PHASES`.
+        phase: One of :data:`dataparallel.threads.PHASES`.
         replicas: Indices of the replicas.
         begin: When it began, in nanoseconds of ``time.perf_counter_ns``.
         end: When it ended; 0 before that.

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from dataparallel.devices import device_uuid
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.nvml_devices import sees_host_processes
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
-from dataparallel.monitor.run import RunInfo, device_uuid
+from dataparallel.monitor.run import RunInfo
 from tests.gpu.nvidia_smi import MEBIBYTE, differences, work
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.sampler import Sampler
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 from dataparallel.tools.monitor import command, opening
 from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.recording import Recording

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.sample import Sample
-from dataparallel.threads.timeline import Phase
+from dataparallel.threads import Phase
 from dataparallel.tools.monitor.sample_store import SampleStore
 from tests.monitor.cases import PID, make_device, make_run, make_sample
 from tests.monitor.golden import Golden

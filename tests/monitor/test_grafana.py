@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import parser
 
-from dataparallel.threads.timeline import PHASES
+from dataparallel.threads import PHASES
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor.palette import DARK
 from tests.monitor.cases import make_sample

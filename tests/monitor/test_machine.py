@@ -101,7 +101,7 @@ def test_devices_have_the_names_of_this_process(
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     cuda = tuple(torch.device("cuda", index) for index in range(2))
-    monkeypatch.setattr(machine, "accelerators", lambda: cuda)
+    monkeypatch.setattr("dataparallel.devices.accelerators", lambda: cuda)
     assert [one.device for one in monitor.devices()] == names
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dataparallel.threads.timeline import PHASES
+from dataparallel.threads import PHASES
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
 from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.server import Request

@@ -37,9 +37,9 @@ from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel import data_parallel as wrappers
-from dataparallel.threads import timeline
+from dataparallel.threads import Phase, timeline
 from dataparallel.threads.meeting import current_rendezvous
-from dataparallel.threads.timeline import Listener, Phase, Span, Timeline
+from dataparallel.threads.timeline import Listener, Span, Timeline
 from tests.cluster import Cluster
 from tests.monitor.cases import BUSY, SLOW, make_info, make_step, make_steps
 from tests.optimizer_cases import apply_torchs

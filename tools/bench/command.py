@@ -15,12 +15,15 @@ from dataparallel.tools.arguments import (
     positive,
     size,
 )
-from dataparallel.tools.bench.cases import CASES
 
 if TYPE_CHECKING:
     import argparse
 
     from dataparallel.tools.arguments import Subparsers
+
+
+#: The names of the models in ``cases.py``, which needs torch; the options do without.
+CASES = ("mlp", "wide", "deep", "transformer", "conv")
 
 
 def add_to(commands: Subparsers) -> None:
@@ -155,7 +158,7 @@ def add_rounds(parser: argparse.ArgumentParser, rounds: int = 7, steps: int | No
 
 def _add_contestants(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--cases", type=names_in(list(CASES)), default=list(CASES), metavar="LIST",
+    add("--cases", type=names_in(CASES), default=list(CASES), metavar="LIST",
         help=f"models to measure; default: {','.join(CASES)}")  # fmt: skip
     add("--wrapper", choices=["dp", "ddp", "captured"], default="ddp",
         help="ours: DataParallel (dp), DistributedDataParallel (ddp, the default), or the same "

@@ -9,7 +9,7 @@ from dataparallel.monitor.readings.nvml_query import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.sample import Sample
-from dataparallel.threads.timeline import Phase
+from dataparallel.threads import Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.history import History, RunHistory, Since, replicas_on
 from dataparallel.tools.monitor.ranks import run_name

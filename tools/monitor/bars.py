@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.text import Text
 
 from dataparallel.monitor.record import Segment
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 from dataparallel.tools.monitor.palette import PHASE_STYLES
 
 #: With as much light as can be read on a dark ground and on a bright one.

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from dataparallel import virtual
 from dataparallel.monitor.attach import Answers, runs
 from dataparallel.monitor.readings.cpu import CpuSource
 from dataparallel.monitor.readings.host import HostReader
@@ -42,6 +41,12 @@ def _open(arguments: argparse.Namespace) -> Sampler:
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
     is_attached = arguments.attach is not None
+    if arguments.source == "virtual" and not is_attached:
+        raise ValueError(
+            "virtual devices exist inside the process that enabled them, which is not this one; "
+            "watch that process with --attach PID (or --attach auto, for all runs), or "
+            "read this machine with --source cpu"
+        )
     watch = watch_runs(arguments.attach) if is_attached else RunWatch(lambda: Answers((), ()))
     busy = BusyShare()
     sources: list[Source] = []
@@ -54,9 +59,8 @@ def _open(arguments: argparse.Namespace) -> Sampler:
             hints.append("without NVIDIA's devices, the CPU is shown")
     if arguments.source in ("auto", "cpu"):
         sources.append(CpuSource(lambda: watch.pids, busy=busy))
-    if arguments.source in ("auto", "virtual"):
-        required = arguments.source == "virtual"
-        sources += _virtual_sources(watch if is_attached else None, required=required)
+    if is_attached and arguments.source in ("auto", "virtual"):
+        sources.append(VirtualSource(lambda: watch.latest))
     if not is_attached:
         hints += _runs_to_watch()
     sampler = Sampler(
@@ -67,7 +71,9 @@ def _open(arguments: argparse.Namespace) -> Sampler:
         notes=lambda: (*hints, *(watch.notes() if is_attached else ())),
         is_over=watch.is_over,
     )
-    sampler.warm_up()
+    # For `top --once`, which shows the second of two samples, the first one does as well.
+    if not getattr(arguments, "once", False):
+        sampler.warm_up()
     return sampler
 
 
@@ -95,20 +101,6 @@ def _open_nvml(*, required: bool) -> NvmlSource:
             why = "; ".join(reading.notes) or "NVIDIA's driver knows no device"
             raise RuntimeError(f"there is nothing to read with --source nvml: {why}")
     return source
-
-
-def _virtual_sources(watch: RunWatch | None, *, required: bool) -> list[Source]:
-    if watch is not None:
-        return [VirtualSource(lambda: watch.latest)]
-    if virtual.is_enabled():
-        return [VirtualSource()]
-    if required:
-        raise ValueError(
-            "virtual devices exist inside the process that enabled them, which is not this one; "
-            "watch that process with --attach PID (or --attach auto, for all runs), or "
-            "read this machine with --source cpu"
-        )
-    return []
 
 
 def _runs_to_watch() -> tuple[str, ...]:

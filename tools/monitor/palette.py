@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dataparallel.threads.timeline import Phase
+from dataparallel.threads import Phase
 
 
 class PhaseStyle(NamedTuple):

@@ -24,7 +24,7 @@ from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES
 from dataparallel.tools.monitor.history import reading_of

@@ -24,7 +24,7 @@ from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.sample import Sample
-from dataparallel.threads.timeline import PHASES
+from dataparallel.threads import PHASES
 from dataparallel.tools.monitor.ranks import model_name, process_name
 from dataparallel.tools.monitor.sample_store import RunReading, SampleStore
 

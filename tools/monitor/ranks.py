@@ -21,7 +21,7 @@ from dataclasses import replace
 from dataparallel.monitor.findings import NOTABLE, Finding, change
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary, duration
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 
 #: A slow rank is named if a step would become so much shorter without that.
 _WORTHWHILE = 0.05

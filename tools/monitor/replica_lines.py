@@ -8,7 +8,7 @@ from rich.text import Text
 
 from dataparallel.monitor.readings.reading import HostReading
 from dataparallel.monitor.run import RunState
-from dataparallel.threads.timeline import PHASES, Phase
+from dataparallel.threads import PHASES, Phase
 from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.bars import (
     bar,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dataparallel.errors import needs_extra
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.sample import json_text
-from dataparallel.threads.timeline import PHASES
+from dataparallel.threads import PHASES
 from dataparallel.tools.monitor.palette import DARK, LIGHT
 from dataparallel.tools.monitor.prometheus import registry_of
 from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
