@@ -320,6 +320,35 @@ def test_the_command_prints_a_report_or_json(
     assert report["advice"]["kind"] == "slowed device"
 
 
+def test_a_rank_whose_waiting_is_hidden_is_not_the_one_accused() -> None:
+    # As with torch's wrapper: rank 1 loads slowly, and rank 0 waits for it in its backward.
+    info = make_info(1, device="cuda", world_size=2, is_hooked=True)
+    steps: list[Seconds] = [
+        {"forward": 0.01, "backward": 0.1},
+        {"input": 0.08, "forward": 0.01, "backward": 0.02},
+    ]
+    ranks = [FakeRun(info, pid=PID + rank, rank=rank) for rank in range(2)]
+    samples = []
+    for i in range(4):
+        for one, seconds in zip(ranks, steps, strict=True):
+            one.steps(5, [seconds])
+        runs = tuple(one.state(BEGIN + i) for one in ranks)
+        samples.append(dataclasses.replace(sample(float(i), [device(0)]), runs=runs))
+    lines = [line.split() for line in text_of(samples).splitlines()]
+    (head,) = [line for line in lines if "machine" in line]
+    assert head[-2:] == ["own", "work"]
+    rows = {" ".join(line[:2]): line[-2:] for line in lines if line[:1] == ["rank"]}
+    assert (rows["rank 0"], rows["rank 1"]) == (["10", "ms"], ["90", "ms"])
+    report = make_report(recording(samples))
+    assert report.advice.text.startswith("Rank 1 is slow in 'input'")
+    (imbalance,) = [
+        axes
+        for axes in plot.draw(recording(samples)).axes
+        if axes.get_title(loc="left").startswith("Imbalance: own work (without backward)")
+    ]
+    assert np.max(np.asarray(imbalance.lines[0].get_ydata())) == pytest.approx(1.8)
+
+
 #: Recordings, and the width of the terminal.
 REPORTS: dict[str, tuple[Callable[[], list[Sample]], int]] = {
     "a training": (training, 120),

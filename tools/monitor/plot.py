@@ -29,7 +29,7 @@ from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES
 from dataparallel.tools.monitor.history import reading_of
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
-from dataparallel.tools.monitor.ranks import run_name, speed_of_ranks
+from dataparallel.tools.monitor.ranks import own_seconds, run_name, speed_of_ranks
 from dataparallel.tools.monitor.recording import (
     Recording,
     check_different,
@@ -422,7 +422,10 @@ def _phase_rows(runs: Sequence[_Run], theme: Theme) -> Iterator[_Row]:
         draw_strip = partial(_draw_shares, theme, *strip)
         yield _Row(0.42, 0.09 if i else 0.8, draw_strip, head=None if i else head)
     if len(strips) > 1:
-        yield _Row(0.8, 0.5, partial(_draw_imbalance, theme, [parts for parts in each if parts]))
+        known = [
+            (one.info.hides_waiting, parts) for one, parts in zip(runs, each, strict=True) if parts
+        ]
+        yield _Row(0.8, 0.5, partial(_draw_imbalance, theme, known))
 
 
 def _draw_shares(
@@ -455,8 +458,13 @@ def _draw_shares(
 
 
 def _draw_imbalance(
-    theme: Theme, ranks: Sequence[Sequence[tuple[float, float, RunTotals | None]]], axes: Axes
+    theme: Theme,
+    runs: Sequence[tuple[bool, Sequence[tuple[float, float, RunTotals | None]]]],
+    axes: Axes,
 ) -> None:
+    ranks = [parts for _, parts in runs]
+    # There, backward tells nothing of a rank.
+    hides = any(one for one, _ in runs)
     edges = sorted({edge for parts in ranks for begin, end, _ in parts for edge in (begin, end)})
     values = []
     for edge in edges[:-1]:
@@ -464,13 +472,19 @@ def _draw_imbalance(
         found = [
             next((one for begin, end, one in parts if begin <= edge < end), None) for parts in ranks
         ]
-        computes = [value for one in found if one for value in one.computes if value > 0]
+        times = [_own_work(one) if hides else one.computes for one in found if one]
+        computes = [value for each in times for value in each if value > 0]
         is_known = None not in found and len(computes) > 1
         values.append(max(computes) * len(computes) / sum(computes) if is_known else math.nan)
     axes.step(edges, [*values, values[-1]], where="post", color=theme.line, linewidth=1.4)
     axes.axhline(1.0, color=theme.soft, linestyle="--", linewidth=1)
-    axes.set_title("Imbalance: computing time of the slowest replica over the mean; 1 is even")
+    what = "own work (without backward)" if hides else "computing time"
+    axes.set_title(f"Imbalance: {what} of the slowest replica over the mean; 1 is even")
     axes.grid(axis="y")
+
+
+def _own_work(totals: RunTotals) -> list[float]:
+    return [own_seconds(replica.shares) * totals.step_seconds for replica in totals.replicas]
 
 
 def draw_step(

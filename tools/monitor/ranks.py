@@ -151,9 +151,9 @@ def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | Non
     waits = {rank: each.pop(_WAITING, 0.0) for rank, each in phases.items()}
     own = {rank: one.step_seconds - waits[rank] for rank, one in ranks.items()}
     if not any(waits.values()):
-        own = {
-            rank: sum(each.values()) - each.pop("backward", 0.0) for rank, each in phases.items()
-        }
+        own = {rank: own_seconds(each) for rank, each in phases.items()}
+        for each in phases.values():
+            each.pop("backward", None)
     slowest = max(own, key=lambda rank: own[rank])
     others = [rank for rank in own if rank != slowest]
     usual = statistics.median(own[rank] for rank in others)
@@ -175,6 +175,11 @@ def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | Non
         f"{_REMEDIES.get(phase, _REMEDY)}"
     )
     return change("slow rank", gain, text, rank=slowest, excess_seconds=excess)
+
+
+def own_seconds(phases: Mapping[Phase, float]) -> float:
+    """Return the time in phases in which a rank waits for nobody, though waiting is hidden."""
+    return sum(s for phase, s in phases.items() if phase not in ("backward", "idle", _WAITING))
 
 
 def phase_seconds(summary: Summary) -> dict[Phase, float]:
