@@ -19,7 +19,7 @@ import pytest
 
 from dataparallel.errors import needs_extra
 from dataparallel.tools import arguments, cli
-from dataparallel.tools.monitor import command
+from dataparallel.tools.monitor import report_command
 from tests.monitor.cases import make_sample, write_recording
 
 COMMANDS = (
@@ -29,7 +29,7 @@ COMMANDS = (
     "bench host",
     "monitor",
 )
-PARTS = ("top", "record", "plot", "report", "serve", "grafana")
+PARTS = ("top", "record", "plot", "report", "serve")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"monitor {part}" for part in PARTS)])
@@ -103,8 +103,8 @@ def test_errors_become_a_line_and_an_exit_status(
     def fail(arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(command, "_print_dashboard", fail)
-    assert cli.main(["monitor", "grafana"]) == status
+    monkeypatch.setattr(report_command, "run", fail)
+    assert cli.main(["monitor", "report", "run.jsonl"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dataparallel: ") and line.endswith(told)
 
@@ -203,7 +203,6 @@ ASKED = "import dataparallel.monitor as m; m.devices(); m.processes(); m.Collect
         ["-m", "dataparallel", "monitor", "top", "--once", "--source", "run"],
         ["-m", "dataparallel", "monitor", "report", "run"],
         ["-m", "dataparallel", "monitor", "serve", "--port", "0"],
-        ["-m", "dataparallel", "monitor", "grafana"],
         ["-c", "import dataparallel.tools.monitor.top_app"],
         ["-c", ASKED],
         ["-m", "dataparallel", "monitor", "plot", "run", "run.svg"],

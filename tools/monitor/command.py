@@ -42,7 +42,6 @@ def add_to(commands: Subparsers) -> None:
     _add_plot(parts)
     _add_report(parts)
     _add_serve(parts)
-    _add_grafana(parts)
 
 
 def _late(module: str) -> Callable[[argparse.Namespace], int]:
@@ -198,21 +197,6 @@ def _add_serve(commands: Subparsers) -> None:
         action="store_true",
         help="answer whoever reaches the address, which need not be loopback (default: off)",
     )
-
-
-def _add_grafana(commands: Subparsers) -> None:
-    add_command(
-        commands,
-        "grafana",
-        summary="Print a dashboard for Grafana, with all that `monitor serve` tells Prometheus.",
-        examples=["dataparallel monitor grafana > dashboard.json"],
-        run=_print_dashboard,
-    )
-
-
-def _print_dashboard(_: argparse.Namespace) -> int:
-    print(Path(__file__).with_name("dashboard.json").read_text(encoding="utf-8"), end="")
-    return 0
 
 
 def _port(text: str) -> int:

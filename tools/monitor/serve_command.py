@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.host, arguments.port, site, token=token, for_anyone=open_to_all
     ) as server:
         sampler = opening.open_sampler(arguments)
-        _say_where(server)
         try:
+            _say_where(server)
             with (
                 # As Ctrl-C does: a service manager or a container says so.
                 handled([signal.SIGTERM], signal.default_int_handler),
