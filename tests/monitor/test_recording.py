@@ -288,7 +288,7 @@ def test_samples_that_are_lost_are_no_success(
         ("run --keep 0", "'0' is not a whole number of at least 1"),
         (f"run --keep {'9' * 5000}", f"'{'9' * 40}' is not a whole number"),
         ("run --for ever", "'ever' is not a duration"),
-        ("run --source other.jsonl", "`record` takes readings from auto, nvml, cpu, virt"),
+        ("run --source other.jsonl", "`record` takes readings from auto, nvml, cpu, but"),
     ],
 )
 def test_wrong_options(

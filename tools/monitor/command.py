@@ -56,8 +56,8 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
         "--source",
         default="auto",
         metavar="SOURCE",
-        help="auto, nvml, cpu, virtual (the virtual devices of the run that --attach names), or a "
-        "recording to play back (default: auto, which is all that this machine has)",
+        help="auto, nvml, cpu, or a recording to play back (default: auto, which is all that this "
+        "machine has)",
     )
     parser.add_argument(
         "--interval",

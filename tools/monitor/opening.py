@@ -16,9 +16,8 @@ from dataparallel.monitor.sampler import Sampler
 from dataparallel.monitor.selection import Selection
 from dataparallel.tools.monitor.replay import Replay
 from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
-from dataparallel.tools.monitor.virtual_source import VirtualSource
 
-SOURCES = ("auto", "nvml", "cpu", "virtual")
+SOURCES = ("auto", "nvml", "cpu")
 
 
 def open_sampler(arguments: argparse.Namespace) -> Sampler:
@@ -41,12 +40,6 @@ def _open(arguments: argparse.Namespace) -> Sampler:
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
     is_attached = arguments.attach is not None
-    if arguments.source == "virtual" and not is_attached:
-        raise ValueError(
-            "virtual devices exist inside the process that enabled them, which is not this one; "
-            "watch that process with --attach PID (or --attach auto, for all runs), or "
-            "read this machine with --source cpu"
-        )
     watch = watch_runs(arguments.attach) if is_attached else RunWatch(lambda: Answers((), ()))
     busy = BusyShare()
     sources: list[Source] = []
@@ -59,8 +52,6 @@ def _open(arguments: argparse.Namespace) -> Sampler:
             hints.append("without NVIDIA's devices, the CPU is shown")
     if arguments.source in ("auto", "cpu"):
         sources.append(CpuSource(lambda: watch.pids, busy=busy))
-    if is_attached and arguments.source in ("auto", "virtual"):
-        sources.append(VirtualSource(lambda: watch.latest))
     if not is_attached:
         hints += _runs_to_watch()
     sampler = Sampler(

@@ -16,10 +16,10 @@ class DeviceReading:
     """One device at one moment.
 
     Attributes:
-        device: The name under which torch knows it (``"cuda:0"``, ``"virtual:1"``, ``"cpu"``), or
+        device: The name under which torch knows it (``"cuda:0"``, ``"cpu"``), or
             ``"nvml:3"`` if torch does not see it.
         name: The vendor's name for it.
-        source: The source that has read it: ``"nvml"``, ``"cpu"``, ``"virtual"``.
+        source: The source that has read it: ``"nvml"``, ``"cpu"``.
         uuid: Its identity; None if it has none.
         values: Metric by name, see :mod:`dataparallel.monitor.readings.metrics`; what is left out,
             or None, is not available.

@@ -30,7 +30,7 @@ class Source(Protocol):
     the reason.
     """
 
-    #: A short name: "nvml", "cpu", "virtual", "replay".
+    #: A short name: "nvml", "cpu", "replay".
     name: str
 
     def read(self) -> SourceReading:
