@@ -41,6 +41,8 @@ ALLOWED = {
     "_optimizer_",
     # An argument of Hugging Face's Trainer, which assigns it, too.
     "_n_gpu",
+    # Python's, which ends a process as it is.
+    "_exit",
     # argparse's, of a parser: its options.
     "_actions",
     # Python's.

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -334,7 +335,7 @@ ENDS: dict[str, tuple[bytes | int | None, int, str]] = {
     "q": (b"q", 0, ""),
     "Ctrl-C": (b"\x03", 0, ""),
     "Ctrl-C in a panel": (b"?\x03", 0, ""),
-    "SIGINT": (signal.SIGINT, 0, ""),
+    "SIGINT": (signal.SIGINT, 128 + signal.SIGINT, ""),
     "SIGTERM": (signal.SIGTERM, 128 + signal.SIGTERM, ""),
     "SIGHUP": (signal.SIGHUP, 128 + signal.SIGHUP, ""),
     "failure": (None, 1, "sampling has failed: OSError('the sampler broke')"),
@@ -404,3 +405,73 @@ def test_however_it_ends_the_terminal_is_as_before(
 
 
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
+
+TOP = """
+import fcntl, signal, sys, termios
+from dataparallel.tools import cli
+from dataparallel.tools.monitor import signals, top_app
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+{}
+sys.exit(cli.main(["monitor", "top", "--source", "cpu", "--interval", "0.01"]))
+"""
+
+
+@contextlib.contextmanager
+def top_in_a_window(before: str = "") -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Start `top` in a terminal of its own; yield the window's end of that, and the process."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 200, 0, 0))
+    with subprocess.Popen(
+        [sys.executable, "-c", TOP.format(before)],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm-256color"},
+    ) as process:
+        os.close(slave)
+        try:
+            yield master, process
+        finally:
+            process.kill()
+
+
+def read_until_drawn(master: int) -> None:
+    text = b""
+    while b"quit" not in text:
+        text += os.read(master, 65536)
+
+
+@pytest.mark.parametrize("before", ["", "signal.signal(signal.SIGHUP, signal.SIG_IGN)"])
+def test_it_ends_with_its_window(before: str) -> None:
+    with top_in_a_window(before) as (master, process):
+        read_until_drawn(master)
+        os.close(master)
+        assert process.wait(60) == 128 + signal.SIGHUP
+
+
+#: A stand-in for an app that waits for a driver, or for a terminal.
+STUCK = "top_app.TopApp.exit = lambda self: None"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_app_that_is_stuck(number: signal.Signals) -> None:
+    with top_in_a_window(STUCK) as (master, process):
+        read_until_drawn(master)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        # Keys are echoed again.
+        assert termios.tcgetattr(master)[3] & termios.ECHO
+        os.close(master)
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with top_in_a_window(f"{STUCK}; signals._PATIENCE = 3600") as (master, process):
+        read_until_drawn(master)
+        # Two of a kind may come as one.
+        for _ in range(600):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
+        assert process.poll() == 128 + signal.SIGTERM
+        os.close(master)

@@ -21,7 +21,7 @@ from dataparallel.monitor.sample import Sample, json_text
 from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
-from dataparallel.tools.monitor.signals import handled
+from dataparallel.tools.monitor.signals import TimelyEnd, handled
 from dataparallel.tools.monitor.view import View
 
 #: Between the two samples of --once, at most; rates need two.
@@ -36,23 +36,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         # Nobody waits for a recording of which only the end is shown.
         interval, speed = min(interval, _SHORT), math.inf
-    changed = {**vars(arguments), "interval": interval, "speed": speed}
-    with open_sampler(argparse.Namespace(**changed)) as sampler:
+    options = argparse.Namespace(**{**vars(arguments), "interval": interval, "speed": speed})
+    is_live = arguments.source in SOURCES
+    console = Console(highlight=False)
+    # Keys come from the input, and textual draws on the third one.
+    streams = (keys := sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    is_terminal = all(stream is not None and stream.isatty() for stream in streams)
+    is_app = is_terminal and not (console.is_dumb_terminal or arguments.once or arguments.json)
+    if keys is not None and is_app:
+        with TimelyEnd(keys) as end, open_sampler(options) as sampler:
+            return run_app(sampler, end, is_live=is_live, read_only=arguments.read_only)
+    with open_sampler(options) as sampler:
         samples: Iterable[Sample] = sampler.samples()
-        if arguments.once and arguments.source in SOURCES:
+        if arguments.once and is_live:
             samples = itertools.islice(samples, 2)
         if arguments.json:
             for sample in deque(samples, maxlen=1) if arguments.once else samples:
                 print(json_text(sample.to_json()), flush=True)
-            return 0
-        console = Console(highlight=False)
-        # Keys come from the input, and textual draws on the third one.
-        streams = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
-        is_terminal = all(stream is not None and stream.isatty() for stream in streams)
-        if is_terminal and not console.is_dumb_terminal and not arguments.once:
-            is_live = arguments.source in SOURCES
-            return run_app(sampler, is_live=is_live, read_only=arguments.read_only)
-        print_views(samples, View(), console, only_last=arguments.once)
+        else:
+            print_views(samples, View(), console, only_last=arguments.once)
     return 0
 
 
@@ -77,7 +79,7 @@ def _print(view: View, console: Console) -> None:
     print(captured.get().encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
-def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
+def run_app(sampler: Sampler, end: TimelyEnd, *, is_live: bool, read_only: bool) -> int:
     """Show the view until q is pressed, or Ctrl-C; then the terminal is as it was before.
 
     Raises:
@@ -89,13 +91,12 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
         from dataparallel.tools.monitor.top_app import TopApp
 
     arrived: deque[Sample] = deque(maxlen=_MOST_ARRIVED)
-    received: list[int] = []
     # Ctrl-C from elsewhere, a polite kill, and the terminal's window that is closed. An ignored
     # signal stays so: nohup wants it.
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     numbers = [one for one in signals if signal.getsignal(one) != signal.SIG_IGN]
     with (
-        handled(numbers, lambda number, frame: received.append(number)),
+        handled(numbers, end.receive),
         # A reading that hangs must not keep anybody from leaving.
         BackgroundSampler(sampler, arrived.extend) as background,
     ):
@@ -103,13 +104,13 @@ def run_app(sampler: Sampler, *, is_live: bool, read_only: bool) -> int:
             View(interval=sampler.interval),
             arrived,
             lambda: background.has_ended,
-            received,
+            end.received,
             is_live=is_live,
             read_only=read_only,
         )
         app.run()
+    if end.received:
+        raise SystemExit(128 + end.received[0])
     if app.failure is not None:
         raise app.failure
-    if received and received[0] != signal.SIGINT:
-        raise SystemExit(128 + received[0])
     return app.return_code or 0
