@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import gc
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dataparallel as dp
 from dataparallel import virtual
@@ -202,6 +204,80 @@ def test_no_items(net: Net) -> None:
         assert pool.run(abs, []) == []
 
 
+def test_an_error_of_the_iterable_comes_in_its_turn(slots: list[str]) -> None:
+    def items() -> Iterator[Tensor]:
+        for i in range(6):
+            yield torch.tensor(float(i))
+        raise KeyError("no more")
+
+    def taken(results: Iterator[Any]) -> list[float]:
+        found: list[float] = []
+        with pytest.raises(KeyError, match="no more"):
+            found.extend(float(result) for result in iter(lambda: next(results), None))
+        assert list(results) == []
+        return found
+
+    with dp.Pool(lambda x: x * 2, slots) as pool:
+        assert taken(pool.map(items())) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+        assert sorted(taken(pool.map(items(), ordered=False))) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+        # The batch that it has broken off is one, too.
+        assert taken(pool.map(items(), batch_size=4)) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+def test_an_iterable_goes_on_after_its_error() -> None:
+    class Flaky:
+        number = 0
+
+        def __iter__(self) -> Flaky:
+            return self
+
+        def __next__(self) -> int:
+            self.number += 1
+            if self.number == 9:
+                raise StopIteration
+            if self.number == 3:
+                raise KeyError("three")
+            return self.number
+
+    with dp.Pool(abs, ["cpu", "cpu"]) as pool:
+        results = pool.map(Flaky())
+        assert [next(results), next(results)] == [1, 2]
+        with pytest.raises(KeyError, match="three"):
+            next(results)
+        assert list(results) == [4, 5, 6, 7, 8]
+
+
+def test_a_loader_of_texts_gives_lists_of_them() -> None:
+    with dp.Pool(lambda batch: type(batch), ["cpu"]) as pool:
+        assert list(pool.map(DataLoader(["a", "b"], batch_size=2))) == [list]  # type: ignore[arg-type]
+        pairs = DataLoader(TensorDataset(torch.zeros(2), torch.zeros(2)))
+        assert list(pool.map(pairs)) == [tuple, tuple]
+
+
+class Stream(IterableDataset[Tensor]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(5.0))
+
+
+def test_progress_needs_no_length(capsys: pytest.CaptureFixture[str]) -> None:
+    with dp.Pool(torch.sum, ["cpu"]) as pool:
+        found = list(pool.map(DataLoader(Stream(), batch_size=2), progress=True))
+    assert found == [1, 5, 4]
+    assert capsys.readouterr() != ("", "")
+
+
+@pytest.mark.parametrize("call", ["map", "predict"])
+def test_samples_along_another_dim_need_a_function_that_joins_them(call: str) -> None:
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    with dp.Pool(lambda x: x, ["cpu"], dim=1) as pool:
+        with pytest.raises(ValueError, match="pass a collate_fn that makes batches along that dim"):
+            getattr(pool, call)(rows, batch_size=2)
+        found = list(pool.map(rows, 2, collate_fn=lambda some: torch.stack(some, 1)))
+    assert_all_close(found, rows)
+
+
 # --- what an item sees -----------------------------------------------------------------------
 
 
@@ -233,6 +309,16 @@ def test_random_numbers_belong_to_the_item_whichever_device_takes_it(slots: list
     assert len({tuple(one.tolist()) for one in whole}) == 12
 
 
+def test_requests_draw_again_after_the_same_seed() -> None:
+    with dp.Pool(lambda item: torch.rand(1).item(), ["cpu", "cpu"]) as pool:
+        found = []
+        for _ in range(2):
+            torch.manual_seed(7)
+            found.append([pool.submit(0).result() for _ in range(3)])
+    assert found[0] == found[1]
+    assert len({*found[0]}) == 3
+
+
 def test_dropout_draws_by_item(
     net: Net, slots: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,6 +337,22 @@ def test_caller_grad_mode_on_demand() -> None:
         assert pool.submit(0).result() is True
         with torch.no_grad():
             assert pool.submit(0).result() is False
+
+
+def test_gradients_of_items_come_back_and_those_of_parameters_are_refused(
+    net: Net, slots: list[str]
+) -> None:
+    item = batches(1)[0].requires_grad_()
+    net.to(slots[0])
+    with dp.Pool(net, slots, inference=False) as pool:
+        with pytest.raises(RuntimeError, match=r"gradients of the parameters 'first\.weight'"):
+            pool.submit(item)
+        with torch.no_grad():
+            assert not pool.submit(item).result().requires_grad
+        net.requires_grad_(False)
+        (found,) = torch.autograd.grad(pool.submit(item).result().square().sum(), item)
+    (want,) = torch.autograd.grad(net(item.to(slots[0])).square().sum(), item)
+    assert_all_close(found, want)
 
 
 def test_transforms_are_refused(net: Net) -> None:
@@ -615,6 +717,69 @@ def test_an_item_cannot_wait_for_its_own_pool() -> None:
         next(pool.map([1]))
 
 
+def test_an_item_cannot_wait_for_a_request_to_its_own_pool() -> None:
+    with dp.Pool(lambda item: item and pool.submit(0).result(), ["cpu"]) as pool:
+        with pytest.raises(RuntimeError, match="waits for other items of the same pool"):
+            pool.submit(1).result(60)
+        with pytest.raises(RuntimeError, match="waits for other items of the same pool"):
+            next(dp.Pool(lambda item: pool.submit(0).exception(), pool).map([1]))
+
+
+def test_stop_iteration_of_an_item_ends_no_loop() -> None:
+    def fail(item: int) -> int:
+        return next(iter(range(item)))
+
+    async def ask() -> Any:
+        return await asyncio.wait_for(pool(0), 60)
+
+    with dp.Pool(fail, ["cpu", "cpu"]) as pool:
+        found = list(pool.map([1, 0, 1], on_error="return"))
+        assert (found[0], found[2]) == (0, 0)
+        assert isinstance(found[1].__cause__, StopIteration)
+        with pytest.raises(RuntimeError, match="item 1 raised StopIteration"):
+            list(pool.map([1, 0, 1]))
+        with pytest.raises(RuntimeError, match="item 0 raised StopIteration"):
+            asyncio.run(ask())
+
+
+def test_an_item_that_exits_takes_no_other_with_it() -> None:
+    def leave_at_3(x: Tensor) -> Tensor:
+        if 3 in x.tolist():
+            sys.exit(3)
+        return x
+
+    with dp.Pool(leave_at_3, ["cpu"], max_batch=4, max_wait=60) as pool:
+        errors = [one.exception(60) for one in [pool.submit(torch.tensor([i])) for i in range(4)]]
+    assert errors[:3] == [None] * 3
+    assert isinstance(errors[3], SystemExit)
+    assert "in item 3 on device cpu" in str(getattr(errors[3], "__notes__", ""))
+
+
+def test_a_training_is_not_divided() -> None:
+    seen = []
+
+    def train(rates: Tensor) -> None:
+        seen.append(len(rates))
+        raise torch.OutOfMemoryError("too little")
+
+    with (
+        dp.Pool(device_ids=["cpu"]) as pool,
+        pytest.raises(torch.OutOfMemoryError, match="too little"),
+    ):
+        pool.run(train, [torch.zeros(2)])
+    assert seen == [2]
+
+
+def test_an_item_that_cannot_be_joined_is_an_error_in_its_turn() -> None:
+    items = [torch.ones(1, 2), [torch.ones(2), torch.ones(2)], torch.ones(1, 2)]
+    with dp.Pool(torch.clone, ["cpu"], max_batch=2, max_wait=0.0) as pool:
+        found = list(pool.map(items, on_error="return"))
+        with pytest.raises(ValueError, match="nothing tells whether it has one entry per sample"):
+            pool.submit(items[1])
+    assert_all_close(found[::2], items[::2])
+    assert isinstance(found[1], ValueError)
+
+
 # --- requests --------------------------------------------------------------------------------
 
 
@@ -661,6 +826,103 @@ def test_only_what_is_alike_is_joined(net: Net) -> None:
     assert [tuple(one.shape) for one in found] == [(2, 3), (2, 4), (2, 3), (2, 3), (2, 4), (2, 3)]
 
 
+class Tagged(Tensor):
+    """A tensor of another type."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_tensors_of_other_types_are_not_joined() -> None:
+    def values(x: Tensor) -> tuple[type, list[Any]]:
+        return type(x), x.dequantize().tolist()
+
+    def scaled(value: float, scale: float) -> Tensor:
+        return torch.quantize_per_tensor(torch.tensor([[value]]), scale, 0, torch.quint8)
+
+    items = [torch.ones(1, 1), torch.ones(1, 1).as_subclass(Tagged)]
+    items += [scaled(1.0, 0.5), scaled(100.0, 1.0)]
+    with dp.Pool(values, ["cpu"], max_batch=2, max_wait=0.2, out_dims=None) as pool:
+        futures = [pool.submit(item) for item in items]
+        found = [future.result() for future in futures]
+    assert found == [(Tensor, [[1.0]]), (Tagged, [[1.0]]), (Tensor, [[1.0]]), (Tensor, [[100.0]])]
+
+
+class Word(str):
+    """A text that is told when another one is compared with it."""
+
+    told: Callable[[], object]
+
+    def __new__(cls, text: str, told: Callable[[], object]) -> Word:
+        word = super().__new__(cls, text)
+        word.told = told
+        return word
+
+    def __eq__(self, other: object) -> bool:
+        self.told()
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def twice(batch: dict[str, Any]) -> Tensor:
+    return batch["x"] * 2  # type: ignore[no-any-return]
+
+
+def test_a_long_line_is_not_looked_through_for_each_batch() -> None:
+    compared, gate = [], threading.Event()
+    with dp.Pool(lambda item: gate.wait(60), ["cpu"]) as first:
+        pool = dp.Pool(twice, first, max_batch=4, max_wait=0.0)
+        first.submit(0)
+        futures = [
+            pool.submit(
+                {"x": torch.ones(1), "word": Word(str(i % 100), lambda: compared.append(1))}
+            )
+            for i in range(400)
+        ]
+        gate.set()
+        assert sum(future.result().sum() for future in futures) == 800
+    assert len(compared) < 10 * 400
+
+
+def test_results_that_are_collected_while_a_thread_looks_for_work() -> None:
+    def item() -> dict[str, Any]:
+        return {"x": torch.ones(1), "word": Word("same", gc.collect)}
+
+    with dp.Pool(twice, ["cpu"], max_batch=2, max_wait=60) as pool:
+        # Only the collector finds them.
+        cycle: list[Any] = [pool.map([item()] * 9, max_ahead=3)]
+        cycle.append(cycle)
+        next(cycle[0])
+        del cycle
+        futures = [pool.submit(item()) for _ in range(4)]
+        for future in futures:
+            assert future.result(60) == 2
+
+
+def test_requests_stay_that_were_joined_with_some_that_are_given_up() -> None:
+    compared, gate = threading.Event(), threading.Event()
+
+    def item() -> dict[str, Any]:
+        return {"x": torch.ones(1), "word": Word("same", compared.set)}
+
+    def items() -> Iterator[Any]:
+        yield {"x": torch.tensor(1.0), "word": "alone"}
+        yield item()
+        gate.set()
+
+    def work(batch: dict[str, Any]) -> Tensor:
+        assert gate.wait(60)
+        return twice(batch)
+
+    with dp.Pool(work, ["cpu"], max_batch=3, max_wait=60) as pool:
+        results = pool.map(items(), max_ahead=3)
+        assert next(results) == 2
+        future = pool.submit(item())
+        assert compared.wait(60)
+        results.close()
+        others = [pool.submit(item()) for _ in range(2)]
+        assert [one.result(60) for one in (future, *others)] == [2] * 3
+
+
 def test_texts_are_joined_where_in_dims_tells() -> None:
     def shout(texts: list[str]) -> list[str]:
         return [f"{text}!{len(texts)}" for text in texts]
@@ -677,6 +939,13 @@ def test_what_belongs_to_the_whole_batch_is_refused(output: Callable[[Tensor], A
         for future in futures:
             with pytest.raises(ValueError, match="nobody knows what belongs to which item"):
                 future.result()
+
+
+def test_an_error_of_a_joined_output_names_its_items() -> None:
+    with dp.Pool(torch.mean, ["cpu"], max_batch=2, max_wait=60) as pool:
+        futures = [pool.submit(torch.zeros(1, 3)) for _ in range(2)]
+        with pytest.raises(ValueError, match="in items 0 to 1 on device cpu"):
+            futures[1].result()
 
 
 def test_out_dims_tells_what_each_gets() -> None:
@@ -771,6 +1040,18 @@ def test_inputs_on_devices_and_on_streams_of_the_caller(net: Net) -> None:
     assert_all_close(found, want)
 
 
+def test_items_are_made_on_the_stream_on_which_they_are_pulled() -> None:
+    with virtual.strict_mode():
+        net = nn.Linear(WIDTH, WIDTH).to("virtual:0").eval()
+        items = batches(8)
+        want = outputs(net, items)
+        with dp.Pool(net, ["virtual:0", "virtual:1"]) as pool:
+            results = pool.map(item.to("virtual:0", non_blocking=True) * 1 for item in items)
+            with torch.Stream("virtual:0"):
+                found = list(results)
+    assert_all_close(found, want)
+
+
 def test_the_host_waits_once_for_each_item() -> None:
     net = nn.Linear(WIDTH, 3).eval()
     with dp.Pool(net, ["virtual:0", "virtual:1"]) as pool:
@@ -840,6 +1121,38 @@ def test_threads_end_with_the_pool(net: Net) -> None:
         pool.submit(batches(1)[0])
     with pytest.raises(RuntimeError, match="the pool is closed"):
         next(pool.map(batches(1)))
+
+
+def test_items_may_close_their_pool() -> None:
+    barrier = threading.Barrier(2)
+
+    def close(item: int) -> int:
+        barrier.wait(60)
+        pool.close()
+        return item
+
+    before = pool_threads()
+    with dp.Pool(close, ["cpu", "cpu"]) as pool:
+        assert [future.result(60) for future in [pool.submit(i) for i in range(2)]] == [0, 1]
+    assert pool_threads() == before
+
+
+def test_a_pool_that_is_closed_keeps_results_on_their_way() -> None:
+    with dp.Pool(abs, ["cpu"]) as pool:
+        results = pool.map(range(6), max_ahead=3, on_error="return")
+        found = [next(results)]
+        pool.close()
+        found += results
+    count = sum(isinstance(one, int) for one in found)
+    assert found[:count] == list(range(count))
+    assert len(found) == 6
+    assert all("the pool is closed" in str(error) for error in found[count:])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pool_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with dp.Pool(abs, ["cpu"]) as pool, pytest.raises(TypeError, match="make another one"):
+        copied(pool)
 
 
 def test_a_pool_that_nobody_has_ends(net: Net) -> None:
@@ -921,7 +1234,12 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize(
-    "call", ["pool.run(work, range(9))", "list(dp.Pool(work, pool).map(range(9)))"]
+    "call",
+    [
+        "pool.run(work, range(9))",
+        "list(dp.Pool(work, pool).map(range(9)))",
+        "with dp.Pool(work, ['cpu']) as other: other.submit(0).result()",
+    ],
 )
 def test_ctrl_c_ends_items(call: str) -> None:
     program = textwrap.dedent(INTERRUPTED).format(call=call)

@@ -8,6 +8,7 @@ request about others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -44,11 +45,12 @@ def key_of(plan: ScatterPlan) -> Sequence[Any] | None:
     for leaf in plan.leaves:
         value = leaf.value
         if leaf.action == "split":
-            if value.layout != torch.strided or value.is_nested:
+            # torch.cat gives all quantized tensors the scale of the first.
+            if value.layout != torch.strided or value.is_nested or value.is_quantized:
                 return None
             shape = [*value.shape]
             del shape[leaf.dim]
-            parts.append((leaf.dim, value.dtype, value.device, *shape))
+            parts.append((type(value), leaf.dim, value.dtype, value.device, *shape))
         elif leaf.action == "divide":
             holder = batch_type_of(value)
             if holder is None or holder.join is None:
@@ -78,7 +80,8 @@ class JointKey:
         )
 
     def __hash__(self) -> int:
-        return len(self._parts)
+        # The structure, which may hold anything, comes first.
+        return hash((*self._parts[1:],))
 
 
 def join(plans: Sequence[ScatterPlan]) -> Arguments:
@@ -161,8 +164,8 @@ def _parts(value: Any, path: Path, own: Any, shares: Shares) -> Sequence[Any]:
         if holder is not None and holder.length(value) == total:
             if shares.are_samples and (isinstance(value, (list, tuple)) or is_array(value)):
                 return list(value)
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            return [holder.take(value, i, i + n) for i, n in zip(starts, sizes, strict=True)]
+            ends = itertools.accumulate(sizes)
+            return [holder.take(value, end - n, end) for end, n in zip(ends, sizes, strict=True)]
         found = f"a {type(value).__name__}"
     raise ValueError(
         f"{path} is {found}, in which there is no entry for each of the {total} samples of "

@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Protocol
 
@@ -54,88 +55,117 @@ class Job(Protocol):
 
 
 class _Line:
-    """The work that no thread has taken yet."""
+    """The work that no thread has taken yet; see Note [What the leader alone touches].
+
+    Note [What the leader alone touches]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Work comes in a queue of C, which finalizers may use, wherever they interrupt a thread. The
+    leader sorts it by key, so that what goes together is found at once, however long the line is.
+    """
 
     def __init__(self) -> None:
-        # Entered itself: Ctrl-C may come within the Python code of a condition.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        # None wakes the leader.
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._leading = threading.Lock()
-        self._jobs: deque[Job] = deque()
-        #: The work that each thread begins now, by its slot.
-        self.current: dict[int, Sequence[Job]] = {}
-        self.is_closed = False
+        # In the order in which they came: all, and those of each key.
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._alike: dict[Hashable, OrderedDict[int, Job]] = {}
+        self._lock = threading.Lock()
+        # The work that each thread begins now, by its slot.
+        self._current: dict[int, Sequence[Job]] = {}
+        self._is_closed = False
+        #: True if nobody waits for work that has not begun.
+        self.is_given_up = False
 
-    def put(self, jobs: Iterable[Job]) -> None:
-        with self._lock:
-            if self.is_closed:
-                raise RuntimeError("the pool is closed; make another one, or leave its block later")
-            self._jobs.extend(jobs)
-            self._changed.notify()
+    def is_here(self) -> bool:
+        """True if the calling thread is one of those that take this work."""
+        return _here.line is self
+
+    def put(self, job: Job) -> None:
+        if self._is_closed:
+            raise RuntimeError("the pool is closed; make another one, or leave its block later")
+        self._inbox.put(job)
 
     def close(self) -> None:
-        with self._lock:
-            self.is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._inbox.put(None)
+
+    def give_up(self) -> None:
+        self.is_given_up = True
 
     def take(self, slot: int, *, waits: bool) -> Sequence[Job] | None:
         """Return jobs that go together; none if nothing lies ready, None after the last."""
         if not self._leading.acquire(blocking=waits):
             return ()
         try:
-            with self._lock:
-                while not self._jobs:
-                    if self.is_closed:
-                        return None
-                    if not waits:
-                        return ()
-                    self._changed.wait()
-                taken = self._gather(waits=waits)
-                self.current[slot] = taken
-                return taken
+            while True:
+                is_last = self._is_closed
+                self._receive(0)
+                if self._jobs:
+                    taken = self._gather(waits=waits)
+                    with self._lock:
+                        self._current[slot] = taken
+                    return taken
+                if is_last or not waits:
+                    return None if is_last else ()
+                self._receive(None)
         finally:
             self._leading.release()
 
+    def _receive(self, seconds: float | None) -> None:
+        """Sort what has come; wait so long, or for any time, if that is nothing."""
+        with contextlib.suppress(queue.Empty):
+            job = self._inbox.get(timeout=seconds) if seconds != 0 else self._inbox.get_nowait()
+            while True:
+                if job is not None:
+                    self._jobs[id(job)] = job
+                    self._alike.setdefault(job.key, OrderedDict())[id(job)] = job
+                job = self._inbox.get_nowait()
+
     def _gather(self, *, waits: bool) -> Sequence[Job]:
-        first = self._jobs.popleft()
-        taken, size = [first], first.size
-        while first.key is not None and not first.is_over():
-            is_full = False
-            for job in [job for job in self._jobs if job.key == first.key]:
-                is_full = size + job.size > first.most
-                if is_full:
-                    break
-                self._jobs.remove(job)
-                taken.append(job)
-                size += job.size
+        first = next(iter(self._jobs.values()))
+        while True:
+            taken, is_full = self._going_with(first)
             left = first.deadline - time.monotonic()
-            if is_full or size >= first.most or left <= 0 or self.is_closed:
+            if is_full or left <= 0 or self._is_closed:
                 break
             if not waits:
-                self._jobs.extendleft(reversed(taken))
                 return ()
-            self._changed.wait(left)
+            self._receive(left)
+        for job in taken:
+            del self._jobs[id(job)]
+            del self._alike[job.key][id(job)]
+        if not self._alike[first.key]:
+            del self._alike[first.key]
         return taken
 
-    def done(self, slot: int) -> None:
-        with self._lock:
-            self.current.pop(slot, None)
+    def _going_with(self, first: Job) -> tuple[Sequence[Job], bool]:
+        """Return a job and those that go with it; and whether there is no need to wait for more."""
+        if first.key is None or first.is_over():
+            return [first], True
+        taken, size = list[Job](), 0
+        for job in self._alike[first.key].values():
+            if taken and size + job.size > first.most:
+                return taken, True
+            taken.append(job)
+            size += job.size
+        return taken, size >= first.most
 
-    def drop(self, jobs: Sequence[Job] | None) -> Sequence[Job]:
-        """Forget some jobs, or all, that nobody has taken; returns those that were meant."""
+    def done(self, slot: int) -> Sequence[Job]:
+        """Forget the work that a thread begins, and return it."""
         with self._lock:
-            jobs = list(self._jobs) if jobs is None else jobs
-            gone = set(map(id, jobs))
-            self._jobs = deque(job for job in self._jobs if id(job) not in gone)
-        return jobs
+            return self._current.pop(slot, ())
 
-    def interrupt(self, jobs: Iterable[Job], threads: Sequence[threading.Thread]) -> bool:
-        """Stop the threads that work on some jobs, at their next Python instruction, if any do."""
-        gone, is_any = set(map(id, jobs)), False
+    def interrupt(self, jobs: Iterable[Job] | None, threads: Sequence[threading.Thread]) -> bool:
+        """Stop threads, at their next Python instruction, that work on nothing but these jobs.
+
+        Default: all threads. True if there were any.
+        """
+        gone, is_any = None if jobs is None else set(map(id, jobs)), False
         raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
         with self._lock:
-            for slot, taken in self.current.items():
-                if gone & set(map(id, taken)):
+            for slot, taken in self._current.items():
+                if taken and (gone is None or gone.issuperset(map(id, taken))):
                     is_any = True
                     ident = ctypes.c_ulong(threads[slot].ident or 0)
                     raise_in(ident, ctypes.py_object(Interrupted))
@@ -156,11 +186,11 @@ def _serve(line: _Line, slot: int) -> None:
     goes_on = True
     while goes_on:
         try:
+            # An interrupt came just before the work began, or when it had just ended.
+            _fail(line.done(slot), Interrupted())
             goes_on = _step(line, slot, begun)
-        except Interrupted as error:
-            # It came just before the work began, or when it had just ended.
-            _fail(line.current.get(slot, ()), error)
-            line.done(slot)
+        except Interrupted:
+            pass
 
 
 def _step(line: _Line, slot: int, begun: deque[tuple[Sequence[Job], Callable[[], None]]]) -> bool:
@@ -174,6 +204,9 @@ def _step(line: _Line, slot: int, begun: deque[tuple[Sequence[Job], Callable[[],
     try:
         if taken:
             try:
+                if line.is_given_up:
+                    for job in taken:
+                        job.cancel()
                 # The device computes what was begun before meanwhile.
                 end = taken[0].start(slot, taken[1:])
             except BaseException as error:
@@ -208,6 +241,7 @@ class Crew:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._lock = threading.Lock()
+        self._is_closed = False
         self._make()
 
     def _make(self) -> None:
@@ -217,10 +251,10 @@ class Crew:
         self._finalizer = weakref.finalize(self, self._line.close)
         self._finalizer.atexit = False
 
-    def put(self, jobs: Iterable[Job]) -> None:
+    def put(self, job: Job) -> None:
         """Have some work done."""
         with self._lock:
-            if self._process != os.getpid() and not self._line.is_closed:
+            if self._process != os.getpid() and not self._is_closed:
                 # In a forked child the threads do not exist.
                 self._make()
             for slot in range(len(self._threads), self._num_slots):
@@ -230,28 +264,32 @@ class Crew:
                 )
                 thread.start()
                 self._threads.append(thread)
-            self._line.put(jobs)
+            self._line.put(job)
 
-    def cancel(self, jobs: Sequence[Job] | None = None) -> None:
-        """Give up some work, or all, that nobody has begun."""
-        for job in self._line.drop(jobs):
-            job.cancel()
-
-    def interrupt(self, jobs: Sequence[Job]) -> None:
-        """Give up some work, and stop what is being done of it."""
-        self.cancel(jobs)
+    def interrupt(self, jobs: Sequence[Job] | None = None) -> None:
+        """Stop what is being done of some work that was given up; of all by default."""
         for _ in range(_TRIES):
             if not self._line.interrupt(jobs, self._threads):
                 return
             time.sleep(_PAUSE)
 
-    def is_here(self) -> bool:
-        """True if the calling thread is one of these."""
-        return _here.line is self._line
+    @property
+    def is_here(self) -> Callable[[], bool]:
+        """A function that is true in these threads, and does not hold the crew."""
+        return self._line.is_here
+
+    def give_up(self) -> None:
+        """Cancel what nobody has begun."""
+        self._line.give_up()
 
     def close(self) -> None:
-        """Do the work that is left, and end the threads; a second call does nothing."""
-        self._line.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread() and self._process == os.getpid():
+        """Do the work that is left, and end the threads; a second call does nothing.
+
+        It waits for the threads unless one of them calls it.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._line.close()
+        if not self.is_here() and self._process == os.getpid():
+            for thread in self._threads:
                 thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -73,7 +74,8 @@ class Pool:
             this one shares. Default: all accelerators; for a wrapper, its devices.
         output_device: The device to which tensors in results are copied. None leaves them where
             they were computed. Default: the CPU.
-        inference: False for items with the caller's grad mode. Default: inference mode.
+        inference: False for items with the caller's grad mode. Items may require grad, parameters
+            of a module may not. Default: inference mode.
         max_batch: The most samples of requests to join to one batch: those that :meth:`submit`,
             :meth:`map` and ``pool(x)`` get within ``max_wait``. Each item is then a batch itself,
             of one sample or more, and its result is its part of the output: a view. Items are
@@ -183,12 +185,10 @@ class Pool:
             RuntimeError: The pool is closed, or the caller is an item of the same pool.
             ValueError: An option has an impossible value.
         """
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, but got {batch_size}")
+        _check_batches(batch_size, collate_fn, self._options.dim)
         values = values_of(items)
-        batches = (
-            ([value] for value in values) if batch_size is None else in_batches(values, batch_size)
-        )
+        # No generator: an iterable may go on after an error.
+        batches = map(_alone, values) if batch_size is None else in_batches(values, batch_size)
         return ItemResults(
             self._crew,
             Call(self._lent, self._options),
@@ -225,6 +225,7 @@ class Pool:
             BaseException: The error of the first item that has failed.
             ValueError: The outputs cannot be put together.
         """
+        _check_batches(batch_size, collate_fn, self._options.dim)
         batches: Iterable[Any] = values_of(items)
         if batch_size is not None:
             batches = map(collate_fn, in_batches(batches, batch_size))
@@ -296,7 +297,7 @@ class Pool:
         bar = progress_bar(values) if progress else no_bar
         results = ItemResults(
             self._crew,
-            Call(other._lent, other._options),
+            Call(other._lent, dataclasses.replace(other._options, divides=False)),
             ([value] for value in values),
             None,
             ordered=True,
@@ -339,10 +340,12 @@ class Pool:
             RuntimeError: The pool is closed.
             ValueError: With ``max_batch``, samples and parts of the item cannot be told apart.
         """
-        one = Item(item, next(self._numbers))
+        # Each request takes a seed of its own.
+        one = Item(item, next(self._numbers), 0, self._crew.is_here)
         batch = Batch(Call(self._lent, self._options), [one])
         try:
-            self._crew.put([batch])
+            batch.prepare()
+            self._crew.put(batch)
         except BaseException as error:
             batch.fail(error)
             raise
@@ -398,8 +401,13 @@ class Pool:
     ) -> None:
         if error is not None and self._owns:
             # Nobody takes the results.
-            self._crew.cancel()
+            self._crew.give_up()
+            if isinstance(error, KeyboardInterrupt):
+                self._crew.interrupt()
         self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a pool has threads, which cannot be copied; make another one")
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.device_ids))
@@ -414,7 +422,8 @@ def _target_of(target: Any, devices: Sequence[torch.device], wrapper: Any) -> Ta
                 f"a pool of a wrapper is on its devices, {listed(map(str, wrapper.device_ids))}, "
                 f"but got {listed(map(str, devices))}; pass the wrapper's .module for others"
             )
-        return WrapperTarget(wrapper._lend_to_pool, moves=not wrapper._is_model_parallel)
+        moves = not wrapper._is_model_parallel
+        return WrapperTarget(wrapper._lend_to_pool, wrapper.module, moves=moves)
     if isinstance(target, nn.Module):
         return ModuleTarget(target, devices)
     if isinstance(target, type) and issubclass(target, nn.Module):
@@ -430,8 +439,25 @@ def _target_of(target: Any, devices: Sequence[torch.device], wrapper: Any) -> Ta
     return FunctionTarget(target, devices)
 
 
+def _check_batches(batch_size: int | None, collate_fn: Collate, dim: int) -> None:
+    """Raise a ValueError if samples cannot be joined."""
+    if batch_size is None:
+        return
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, but got {batch_size}")
+    if dim != 0 and collate_fn is collate_samples:
+        raise ValueError(
+            f"samples are joined along dim 0 by default, but the pool's dim is {dim}; pass a "
+            "collate_fn that makes batches along that dim"
+        )
+
+
 def _nothing_to_call(item: object) -> None:
     raise TypeError("the pool was made without a module or a function; give run() one")
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
 
 
 def _size_of(options: PoolOptions, call: Call, value: Any) -> int | None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
+import operator
 import queue
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dataparallel.pool.crew import Crew
-from dataparallel.pool.work import Batch, Call, Item
+from dataparallel.pool.work import Batch, Call, Item, refuse_to_wait
 from dataparallel.threads import exclusive
 
 #: The error of an item is raised in its turn, or is its result.
@@ -29,14 +31,20 @@ _log = logging.getLogger("dataparallel")
 
 
 def values_of(items: Iterable[Any] | Dataset[Any]) -> Iterator[Any]:
-    """Return an iterator over items; a list into which a DataLoader collates is a tuple again."""
+    """Return an iterator over items; a list that a DataLoader makes of tuples is one again."""
     if isinstance(items, DataLoader) and items.collate_fn is default_collate:
-        return (tuple(batch) if type(batch) is list else batch for batch in items)
+        return map(_tuple_again, items)
     if isinstance(items, Dataset) and not hasattr(items, "__iter__"):
         # By Python's rule its end is an IndexError, which few raise.
         sized: Any = items
         return (sized[index] for index in range(len(sized)))
     return iter(items)
+
+
+def _tuple_again(batch: Any) -> Any:
+    # Samples that are texts give a list of these.
+    is_tuple = type(batch) is list and not all(isinstance(one, (str, bytes)) for one in batch)
+    return tuple(batch) if is_tuple else batch
 
 
 def collate_samples(samples: list[Any]) -> Any:
@@ -46,15 +54,20 @@ def collate_samples(samples: list[Any]) -> Any:
 
 
 def in_batches(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of so many values; the last one may be shorter."""
-    found: list[Any] = []
-    for value in values:
-        found.append(value)
-        if len(found) == size:
+    """Yield lists of so many values; the last one, and that before an error, may be shorter."""
+    iterator, error = iter(values), None
+    while error is None:
+        found: list[Any] = []
+        try:
+            # If there is an error, it has what came before.
+            found.extend(itertools.islice(iterator, size))
+        except Exception as caught:
+            error = caught
+        if found:
             yield found
-            found = []
-    if found:
-        yield found
+        elif error is None:
+            return
+    raise error
 
 
 class ItemResults(Iterator[Any]):
@@ -87,6 +100,8 @@ class ItemResults(Iterator[Any]):
         self._ordered, self._most, self._on_error, self._bar = ordered, most, on_error, bar
         self._number = 0
         self._is_exhausted = False
+        # The error of the iterable, until the results of what came before it are taken.
+        self._error: Exception | None = None
         # Those whose results were not all taken, and how many results are left of each.
         self._open: dict[int, tuple[Batch, int]] = {}
         self._items: deque[tuple[int, Item]] = deque()
@@ -96,30 +111,31 @@ class ItemResults(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        if self._crew.is_here():
-            raise RuntimeError(
-                "an item of a pool waits for other items of the same pool, which may wait for it; "
-                "use another pool, or call the module itself"
-            )
+        refuse_to_wait(self._crew.is_here())
+        error: BaseException | None = None
+        item: Item | None = None
         try:
             self._pull()
-            if not self._open:
+            if self._open:
+                with exclusive.lock.paused():
+                    key, item = self._next()
+                self._take(key)
+                error = item.error()
+                if error is None:
+                    return item.future.result()
+                if self._on_error == "return":
+                    return error
+            elif self._error is None:
                 self._bar(0)
                 raise StopIteration
-            with exclusive.lock.paused():
-                key, item = self._next()
-                error = item.future.exception()
+            else:
+                error, self._error = self._error, None
         except Exception:
             raise
         except BaseException:
             # Ctrl-C: nobody takes what is left.
             self._stop()
             raise
-        self._take(key)
-        if error is None:
-            return item.future.result()
-        if self._on_error == "return":
-            return error
         try:
             raise error
         finally:
@@ -128,10 +144,11 @@ class ItemResults(Iterator[Any]):
 
     def close(self) -> None:
         """Forget the items that no device has begun; a second call does nothing."""
-        self._is_exhausted = True
-        batches, self._open = [batch for batch, _ in self._open.values()], {}
+        self._is_exhausted, self._error = True, None
+        batches, self._open = self._open, {}
         self._items.clear()
-        self._crew.cancel(batches)
+        for batch, _ in batches.values():
+            batch.cancel()
         if batches:
             self._bar(0)
 
@@ -140,13 +157,14 @@ class ItemResults(Iterator[Any]):
             self.close()
 
     def _stop(self) -> None:
-        self._crew.interrupt([batch for batch, _ in self._open.values()])
+        batches = [batch for batch, _ in self._open.values()]
         self.close()
+        self._crew.interrupt(batches)
 
     def _pull(self) -> None:
         """Hand on items: one for each result that is taken, and more until the next is there."""
         is_first = True
-        while not self._is_exhausted and len(self._open) < self._most:
+        while not self._is_exhausted and self._error is None and len(self._open) < self._most:
             if not is_first and self._is_ready():
                 return
             is_first = False
@@ -155,30 +173,38 @@ class ItemResults(Iterator[Any]):
             except StopIteration:
                 self._is_exhausted = True
                 return
-            items = [Item(value, self._number + i) for i, value in enumerate(values)]
-            self._number += len(items)
-            batch = Batch(self._call, items, self._collate)
-            key = id(batch)
-            self._open[key] = batch, len(items)
-            for item in items:
-                if self._ordered:
-                    self._items.append((key, item))
-                else:
-                    item.future.add_done_callback(functools.partial(_put, self._done, (key, item)))
-            try:
-                self._crew.put([batch])
-            except BaseException as error:
-                batch.fail(error)
-                raise
+            except Exception as error:
+                self._error = error
+                return
+            numbered = enumerate(values, self._number)
+            self._number += len(values)
+            self._put([Item(value, i, i, self._crew.is_here) for i, value in numbered])
+
+    def _put(self, items: Sequence[Item]) -> None:
+        """Have some items computed as one batch."""
+        batch = Batch(self._call, items, self._collate)
+        key = id(batch)
+        self._open[key] = batch, len(items)
+        for item in items:
+            if self._ordered:
+                self._items.append((key, item))
+            else:
+                item.future.add_done_callback(functools.partial(_note, self._done, (key, item)))
+        try:
+            batch.prepare()
+            self._crew.put(batch)
+        except Exception as error:
+            # It is raised in its turn.
+            batch.fail(error)
 
     def _next(self) -> tuple[int, Item]:
         """Wait for an item to end."""
         if self._ordered:
             key, item = self._items.popleft()
-            while True:
+            while not item.future.done():
                 with contextlib.suppress(concurrent.futures.TimeoutError):
-                    item.future.exception(_WAIT)
-                    return key, item
+                    item.error(_WAIT)
+            return key, item
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._done.get(timeout=_WAIT)
@@ -203,7 +229,7 @@ def progress_bar(items: object, size: int | None = None) -> Callable[[int], obje
 
     ``size`` is the number of items that give one result. Default: 1.
     """
-    total = -(-len(items) // (size or 1)) if isinstance(items, Sized) else None
+    total = -(-operator.length_hint(items) // (size or 1)) or None
     try:
         from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -212,7 +238,7 @@ def progress_bar(items: object, size: int | None = None) -> Callable[[int], obje
     return lambda count: bar.update(count) if count else bar.close()
 
 
-def _put(done: queue.SimpleQueue[Any], entry: Any, _: object) -> None:
+def _note(done: queue.SimpleQueue[Any], entry: Any, _: object) -> None:
     done.put(entry)
 
 

@@ -37,6 +37,10 @@ class Target(Protocol):
     unpacks: bool
     moves: bool
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module of which it calls clones."""
+
     def lend(self) -> AbstractContextManager[Calls]:
         """Give what is called in each slot, up to date, for as long as it is in use."""
 
@@ -45,6 +49,7 @@ class FunctionTarget:
     """A function, which gets each item as it is; and ``device=``, if it has such a parameter."""
 
     unpacks = moves = False
+    module = None
 
     def __init__(self, function: Callable[..., Any], devices: Sequence[torch.device]) -> None:
         takes_device = False
@@ -74,7 +79,8 @@ class ModuleTarget:
             )
         place(module, devices)
         check_placement(module, devices[0])
-        self._module, self._devices = module, tuple(devices)
+        self.module: nn.Module = module
+        self._devices = tuple(devices)
         self._clones: ModuleClones | None = None
         self._leaves: ReplicaParameters | None = None
         with torch.inference_mode(False), torch.no_grad():
@@ -84,8 +90,8 @@ class ModuleTarget:
         """Return clones of the module as it is now."""
         clones, leaves = self._clones, self._leaves
         if clones is None or leaves is None or not (clones.follow() and leaves.follow()):
-            leaves = ReplicaParameters(list(self._module.parameters()), self._devices)
-            clones = ModuleClones(self._module, self._devices, leaves=leaves)
+            leaves = ReplicaParameters(list(self.module.parameters()), self._devices)
+            clones = ModuleClones(self.module, self._devices, leaves=leaves)
             self._clones, self._leaves = clones, leaves
         return clones
 
@@ -105,8 +111,14 @@ class WrapperTarget:
 
     unpacks = True
 
-    def __init__(self, lend: Callable[[], AbstractContextManager[Calls]], *, moves: bool) -> None:
-        self.lend, self.moves = lend, moves
+    def __init__(
+        self,
+        lend: Callable[[], AbstractContextManager[Calls]],
+        module: nn.Module,
+        *,
+        moves: bool,
+    ) -> None:
+        self.lend, self.module, self.moves = lend, module, moves
 
 
 class MethodTarget:
@@ -115,7 +127,8 @@ class MethodTarget:
     unpacks = True
 
     def __init__(self, target: Target, name: str) -> None:
-        self._target, self._name, self.moves = target, name, target.moves
+        self._target, self._name = target, name
+        self.module, self.moves = target.module, target.moves
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Calls]:

@@ -16,23 +16,25 @@ import logging
 import time
 from asyncio import wrap_future
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
 from dataparallel.batch.gather import gather_outputs, has_scalars
 from dataparallel.batch.scatter import ScatterPlan, execute, move, plan_scatter
 from dataparallel.batch.tree import flatten
-from dataparallel.errors import locate
+from dataparallel.errors import listed, locate
 from dataparallel.pool.batches import JointKey, Shares, join, key_of, take_apart
 from dataparallel.pool.targets import Calls, Lent
 from dataparallel.threads import exclusive
 from dataparallel.threads.apply import apply_alone
 from dataparallel.threads.context import ThreadContext, is_portable
+from dataparallel.threads.workers import Interrupted
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -40,10 +42,41 @@ _log = logging.getLogger("dataparallel")
 
 
 class PoolFuture(Future[T]):
-    """A ``concurrent.futures.Future`` that asyncio can await, too."""
+    """A ``concurrent.futures.Future`` that asyncio can await, too.
+
+    Args:
+        is_here: True if the calling thread is one of the pool's.
+    """
+
+    def __init__(self, is_here: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_here = is_here
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result, or raise the error, of the item."""
+        self._refuse_to_wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of the item."""
+        self._refuse_to_wait()
+        return super().exception(timeout)
+
+    def _refuse_to_wait(self) -> None:
+        if not self.done():
+            refuse_to_wait(self._is_here())
 
     def __await__(self) -> Generator[Any, None, T]:
         return wrap_future(self).__await__()
+
+
+def refuse_to_wait(is_here: bool) -> None:
+    """Raise a RuntimeError in a thread of the pool, which is needed for the items themselves."""
+    if is_here:
+        raise RuntimeError(
+            "an item of a pool waits for other items of the same pool, which may wait for it; "
+            "use another pool, or call the module itself"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +92,8 @@ class PoolOptions:
     dim: int
     in_dims: Mapping[str | int, Any] | None
     out_dims: Any
+    #: True if a part of an item is an item, too.
+    divides: bool = True
 
     def plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: int = 1) -> ScatterPlan:
         """Plan how the arguments of one call are divided."""
@@ -66,11 +101,18 @@ class PoolOptions:
 
 
 class Item:
-    """One item, and the future of its result."""
+    """One item, and the future of its result.
 
-    def __init__(self, value: Any, number: int) -> None:
-        self.value, self.number = value, number
-        self.future: PoolFuture[Any] = PoolFuture()
+    Args:
+        value: The target's argument, or all of them.
+        number: The number for messages.
+        place: The number among the items of its call, by which it draws random numbers.
+        is_here: See :class:`PoolFuture`.
+    """
+
+    def __init__(self, value: Any, number: int, place: int, is_here: Callable[[], bool]) -> None:
+        self.value, self.number, self.place = value, number, place
+        self.future: PoolFuture[Any] = PoolFuture(is_here)
         #: How its samples are divided, for one that may be joined with others.
         self.plan: ScatterPlan | None = None
 
@@ -78,9 +120,22 @@ class Item:
         """Return whether somebody waits for the result."""
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, and return the error, if there is one; a TimeoutError is raised."""
+        try:
+            return self.future.exception(timeout)
+        except CancelledError as error:
+            return error
+
     def fail(self, error: BaseException) -> None:
         """Let the future raise an error, unless it has something already."""
         if not self.future.done() and self.begin():
+            if isinstance(error, StopIteration):
+                # It would end the loop that takes the results, and asyncio refuses it.
+                try:
+                    raise RuntimeError(f"item {self.number} raised StopIteration") from error
+                except RuntimeError as caught:
+                    error = caught
             self.future.set_exception(error)
 
 
@@ -95,6 +150,9 @@ class Call:
                 "of that"
             )
         exclusive.lock.refuse("a pool")
+        module = lent.target.module
+        if not options.inference and torch.is_grad_enabled() and module is not None:
+            _refuse_gradients(module)
         self.lent, self.options = lent, options
         self.within_cached = torch_internals.is_caching_parametrizations()
         # Its block with False would switch gradients on.
@@ -112,6 +170,17 @@ class Call:
         if self.lent.target.unpacks and isinstance(value, Mapping):
             return (), dict(value)
         return (value,), {}
+
+
+def _refuse_gradients(module: nn.Module) -> None:
+    """Raise a RuntimeError if the module has parameters whose gradients would be lost."""
+    names = [repr(name) for name, one in module.named_parameters() if one.requires_grad]
+    if names:
+        raise RuntimeError(
+            f"gradients of the parameters {listed(names)} would stay in the clones of the pool; "
+            "call requires_grad_(False) of the module for gradients of the items alone, use "
+            "torch.no_grad() for none, or train with dataparallel.DataParallel"
+        )
 
 
 class _Begun(NamedTuple):
@@ -157,13 +226,18 @@ class Batch:
         self, call: Call, items: Sequence[Item], collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
         self._call, self._items, self._collate = call, items, collate
+        self._calls: Calls = ()
         #: See :class:`dataparallel.pool.crew.Job`.
         self.key: Hashable = None
         self.size, self.most, self.deadline = 1, 1, 0.0
-        options = call.options
-        if options.max_batch is not None and collate is None:
+
+    def prepare(self) -> None:
+        """Get what is called, in the thread whose work comes first."""
+        options = self._call.options
+        if options.max_batch is not None and self._collate is None:
             self._may_join(options, options.max_batch)
-        self._calls: Calls = call.lent.acquire(self)
+        self._calls = self._call.lent.acquire(self)
+        self._call.context.wait_for_caller()
 
     def _may_join(self, options: PoolOptions, most: int) -> None:
         (item,) = self._items
@@ -185,9 +259,12 @@ class Batch:
         self.release()
 
     def cancel(self) -> None:
-        """Give up what nobody has begun; what has begun ends, and nobody looks at it."""
-        if all([item.future.cancel() for item in self._items]):
-            self.release()
+        """Give up what nobody has begun; what has begun ends, and nobody looks at it.
+
+        Finalizers call it, so it takes no lock.
+        """
+        for item in self._items:
+            item.future.cancel()
 
     def release(self) -> None:
         """Let go of what is called."""
@@ -197,15 +274,16 @@ class Batch:
     def start(self, slot: int, others: Sequence[Any]) -> Callable[[], None] | None:
         """Begin the work together with that of others; returns what ends it, if it is not done."""
         batches = (self, *others)
-        items = [item for batch in batches for item in batch._items if item.begin()]
-        launched = self._launch(slot, items) if items else []
-        end = functools.partial(self._end, launched, batches)
+        begun = [(batch, item) for batch in batches for item in batch._items if item.begin()]
+        # Others may be given up, and have let go of what is called.
+        launched = begun[0][0]._launch(slot, [item for _, item in begun]) if begun else []
+        end = functools.partial(self._end, slot, launched, batches)
         if any(one.begun.events for one in launched):
             return end
         end()
         return None
 
-    def _end(self, launched: Sequence[_Launched], batches: Sequence[Batch]) -> None:
+    def _end(self, slot: int, launched: Sequence[_Launched], batches: Sequence[Batch]) -> None:
         for one in launched:
             try:
                 output = one.begun.end()
@@ -215,6 +293,9 @@ class Batch:
                 for item, part in zip(one.items, parts, strict=True):
                     item.future.set_result(part)
             except Exception as error:
+                first, last = one.items[0].number, one.items[-1].number
+                which = f"item {first}" if first == last else f"items {first} to {last}"
+                locate(error, f"in {which} on device {self._call.options.devices[slot]}")
                 for item in one.items:
                     item.fail(error)
         for batch in batches:
@@ -226,11 +307,13 @@ class Batch:
         """Begin some items; see Note [What fails alone]."""
         limits = self._call.lent.limits
         is_memory = slot in limits and self._size(items) > limits[slot]
-        error: Exception | None = None
+        error: BaseException | None = None
         if not is_memory:
             try:
                 return [self._begin(slot, items)]
-            except Exception as caught:
+            except Interrupted:
+                raise
+            except BaseException as caught:
                 error = caught
                 is_memory = _devices.is_out_of_memory(error)
             if is_memory:
@@ -243,8 +326,10 @@ class Batch:
         try:
             if error is not None and not (is_memory and self._size(items) > 1):
                 raise error
-            output = self._in_parts(slot, item.number, *self._arguments(items)[:2])
-        except Exception as caught:
+            output = self._in_parts(slot, item.place, *self._arguments(items)[:2])
+        except Interrupted:
+            raise
+        except BaseException as caught:
             locate(caught, f"in item {item.number} on device {self._call.options.devices[slot]}")
             item.fail(caught)
             # The frames of the error hold this one.
@@ -255,7 +340,7 @@ class Batch:
 
     def _size(self, items: Sequence[Item]) -> int:
         """Return the number of samples of some items; 1 if nobody knows."""
-        if self._collate is not None:
+        if self._collate is not None or not self._call.options.divides:
             return len(items)
         total = 0
         for item in items:
@@ -268,7 +353,7 @@ class Batch:
             total += plan.batch_size or 1
         return total
 
-    def _note_limit(self, slot: int, size: int, error: Exception) -> None:
+    def _note_limit(self, slot: int, size: int, error: BaseException) -> None:
         """Give memory back, and divide what is as large as this from now on."""
         # Its frames hold what was computed.
         error.__traceback__ = None
@@ -301,13 +386,13 @@ class Batch:
 
     def _begin(self, slot: int, items: Sequence[Item]) -> _Launched:
         args, kwargs, shares = self._arguments(items)
-        return _Launched(items, shares, self._run(slot, items[0].number, args, kwargs))
+        return _Launched(items, shares, self._run(slot, items[0].place, args, kwargs))
 
     def _run(
-        self, slot: int, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, slot: int, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> _Begun:
         """Run one call on a device, in the context of the caller."""
-        return self._call.context.task(slot, self._compute, slot, args, kwargs, number=number)()
+        return self._call.context.task(slot, self._compute, slot, args, kwargs, number=place)()
 
     def _compute(self, slot: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun:
         call, options = self._call, self._call.options
@@ -320,7 +405,7 @@ class Batch:
         return _leave(output, device, options.output_device)
 
     def _in_parts(
-        self, slot: int, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, slot: int, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return the output of one call, computed in parts for which there is memory."""
         options = self._call.options
@@ -332,7 +417,7 @@ class Batch:
         outputs = []
         for part in execute(plan, [origin] * len(plan.sizes)):
             try:
-                outputs.append(self._run(slot, number, part.inputs, part.kwargs).end())
+                outputs.append(self._run(slot, place, part.inputs, part.kwargs).end())
             except Exception as caught:
                 size = max(plan.sizes)
                 if not _devices.is_out_of_memory(caught) or size < 2:
@@ -350,7 +435,13 @@ class Batch:
             sizes = plan.sizes
             return gather_outputs(outputs, target, options.dim, dims, "stack", (), sizes, None)
         outputs.clear()
-        return self._in_parts(slot, number, args, kwargs)
+        return self._in_parts(slot, place, args, kwargs)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if a copy of the bytes is all of a tensor."""
+    is_strided = tensor.layout == torch.strided and not tensor.is_nested
+    return type(tensor) is torch.Tensor and is_strided and not tensor.requires_grad
 
 
 def _leave(output: Any, device: torch.device, target: torch.device | None) -> _Begun:
@@ -367,11 +458,11 @@ def _leave(output: Any, device: torch.device, target: torch.device | None) -> _B
             stream = _devices.current_stream(leaf.device)
             assert stream is not None
             events[leaf.device] = _devices.record_event(stream)
-        elif type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_nested:
+        elif _is_plain(leaf):
             side = _devices.host_stream(leaf.device)
             _devices.wait_stream(side, _devices.current_stream(leaf.device))
             with _devices.use_stream(side):
-                leaves[index], events[leaf.device] = _devices.to_host_later(leaf.detach())
+                leaves[index], events[leaf.device] = _devices.to_host_later(leaf)
             _devices.record_stream(leaf, side)
             staged.append(index)
         else:

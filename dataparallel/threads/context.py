@@ -111,6 +111,7 @@ class ThreadContext:
         self._variables = contextvars.copy_context()
         places = frozenset(devices)
         self._settings = [(get, use, get()) for get, use in _settings(places)]
+        self._places = places
         self._streams = _devices.current_streams(places)
         if self._streams:
             replica_random.separate_device_generators(devices)
@@ -136,6 +137,12 @@ class ThreadContext:
     def streams(self) -> tuple[torch.Stream, ...]:
         """The caller's current streams of the devices."""
         return self._streams
+
+    def wait_for_caller(self) -> None:
+        """Let later tasks wait for the calling thread's work on streams that are current now."""
+        now = _devices.current_streams(self._places)
+        for stream, current in zip(self._streams, now, strict=True):
+            _devices.wait_stream(stream, current)
 
     def is_like(self, other: ThreadContext) -> bool:
         """True if a task computes the same in either; contextvars are not compared."""
