@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dataparallel.monitor.attach import Answers
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools import cli
@@ -24,7 +25,8 @@ from dataparallel.tools.monitor import record_command
 from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.replay import Replay
-from tests.monitor.cases import device, make_sample, sample
+from dataparallel.tools.monitor.run_watch import RunWatch
+from tests.monitor.cases import device, make_run, make_sample, sample
 
 
 def numbered(number: int) -> Sample:
@@ -259,12 +261,35 @@ def test_it_records_for_a_time_or_as_long_as_the_run(
     assert elapsed(path) == [0.0, 1.0, 2.0, 3.0]
     output = capsys.readouterr()
     assert f"recorded 4 samples to {path}, a sample took " in output.out
+    assert output.out.endswith("; the time is over\n")
     assert output.err == "dataparallel: no driver\n"
     answers = iter([False, False, True])
     use(Sampler([], is_over=lambda: next(answers), **clock))
     assert main(path) == 0
     assert len(elapsed(path)) == 4 + 3
-    assert "Ctrl-C ends it" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "Ctrl-C ends it" in output.err
+    assert output.out.endswith("; the process of the run has ended\n")
+
+
+def test_it_waits_for_the_next_of_all_runs(path: Path, use: Callable[[Sampler], None]) -> None:
+    now = [0.0]
+    # Processes that are gone, one after the other.
+    first, second = (make_run(pid=2**22 + number) for number in (1, 2))
+    answers = iter([(first,), (), (), (second,), ()])
+    watch = RunWatch(lambda: Answers(next(answers), ()))
+    use(
+        Sampler(
+            [],
+            runs=watch,
+            is_over=watch.is_over,
+            clock=lambda: now[0],
+            sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
+        )
+    )
+    assert main(path, "--attach", "auto", "--for", "4s") == 0
+    pids = [[run.pid for run in one.runs] for one in read_recording(path).samples]
+    assert pids == [[first.pid], [], [], [second.pid], []]
 
 
 def test_samples_that_are_lost_are_no_success(
@@ -327,7 +352,8 @@ def test_ctrl_c_ends_it_between_two_samples(
     assert during[1] == signal.default_int_handler
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert len(elapsed(path)) == 1
-    assert capsys.readouterr().out.startswith(f"recorded 1 sample to {path}")
+    output = capsys.readouterr().out
+    assert output.startswith(f"recorded 1 sample to {path}") and "; it was stopped\n" in output
 
 
 def test_a_kill_leaves_a_whole_recording(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import os
 import subprocess
@@ -450,36 +451,24 @@ def state(*devices: str) -> RunState:
     return make_run(info=info, pid=4711, memory=(5,) * len(devices))
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_runs_are_over_when_their_processes_are_gone(launched: bool) -> None:
-    """A process of torchrun may start again: its runs are over when torchrun is gone."""
-    child_program = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
-    program = (
-        "import subprocess, sys;"
-        f"child = subprocess.Popen([sys.executable, '-c', {child_program!r}]); sys.stdin.read()"
-    )
-    environment = {**os.environ, **({"TORCHELASTIC_RUN_ID": "none"} if launched else {})}
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        child = psutil.Process(int(process.stdout.readline()))
-        run = dataclasses.replace(state("cpu"), pid=child.pid)
-        answers = [Answers((run,), ()), Answers((), ("it hangs",)), Answers((), ())]
-        watch = RunWatch(lambda: answers.pop(0))
-        assert "no run can be watched now" in watch.notes()[0] and not watch.is_over()
-        for told in (), ("it hangs",), (f"the run of process {child.pid} has ended",):
-            watch()
-            assert watch.notes() == told and not watch.is_over()
-        # Its parent does not wait for it.
-        child.kill()
-        while child.status() != psutil.STATUS_ZOMBIE:
+def test_a_watch_is_over_when_its_process_is_gone_and_one_of_all_runs_never() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        run = dataclasses.replace(state("cpu"), pid=process.pid)
+        for pid in (process.pid, None):
+            answers = [Answers((run,), ()), Answers((), ("it hangs",)), Answers((), ())]
+            watch = RunWatch(functools.partial(answers.pop, 0), pid)
+            assert "no run can be watched now" in watch.notes()[0] and not watch.is_over()
+            for told in (), ("it hangs",), (f"the run of process {run.pid} has ended",):
+                watch()
+                assert watch.notes() == told and not watch.is_over()
+            if pid is not None:
+                of_process = watch
+        process.kill()
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        assert watch.is_over() != launched
-    assert watch.is_over()
+        # Its parent has not waited for it.
+        assert of_process.is_over() and not watch.is_over()
+    assert of_process.is_over() and not watch.is_over()
 
 
 def test_what_does_not_change_is_told_while_runs_are_there() -> None:

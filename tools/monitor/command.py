@@ -140,7 +140,7 @@ def _add_record(commands: Subparsers) -> None:
         type=duration,
         metavar="TIME",
         help="end after so many seconds, or 10min, 2h, 1d (default: at Ctrl-C, or at the end "
-        "of all runs that --attach names)",
+        "of the process that --attach names)",
     )
     parser.add_argument(
         "--max-size",

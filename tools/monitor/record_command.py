@@ -36,12 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
         with recorder, handled([signal.SIGINT, signal.SIGTERM], stop):
             if arguments.duration is None:
                 _tell(f"recording to {arguments.file}; Ctrl-C ends it")
-            _record(sampler, recorder, arguments.duration)
-        print(recorder.summary())
+            why = _record(sampler, recorder, arguments.duration)
+        print(f"{recorder.summary()}; {why}")
     return 1 if recorder.num_lost else 0
 
 
-def _record(sampler: Sampler, recorder: SampleRecorder, duration: float | None) -> None:
+def _record(sampler: Sampler, recorder: SampleRecorder, duration: float | None) -> str:
+    """Record until there is a reason to end, and return it in words."""
     told: set[str] = set()
     for sample in sampler.samples():
         for note in sample.notes:
@@ -51,9 +52,10 @@ def _record(sampler: Sampler, recorder: SampleRecorder, duration: float | None) 
         recorder.record(sample)
         # Half of an interval, since no sample comes at its time exactly.
         if duration is not None and sample.elapsed + sampler.interval / 2 > duration:
-            return
+            return "the time is over"
         if sampler.is_over:
-            return
+            return "the process of the run has ended"
+    return "it was stopped"
 
 
 def _tell(text: str) -> None:

@@ -22,7 +22,8 @@ _NONE = (
 class RunWatch:
     """A watch that asks runs for their states once per sample, and remembers them for the sources.
 
-    With a ``pid`` only this process is watched; without, runs of all processes come and go.
+    With a ``pid`` only this process is watched; without, runs of all processes come and go, and the
+    watch is never over.
 
     Attributes:
         latest: The last states, by job and rank.
@@ -35,8 +36,8 @@ class RunWatch:
         self.latest: tuple[RunState, ...] = ()
         #: The processes that there were last.
         self._last: tuple[int, ...] = ()
-        #: By the process of a run, the one with which it ends for good.
-        self._lives: dict[int, psutil.Process | None] = {}
+        #: The process that is watched, once it has answered; None if it is not visible.
+        self._process: psutil.Process | None = None
         self._listeners: list[Callable[[Sequence[RunInfo]], None]] = []
 
     def listen(self, listener: Callable[[Sequence[RunInfo]], None]) -> None:
@@ -48,10 +49,9 @@ class RunWatch:
         self.latest = ()
         self.latest, self._problems = self._ask()
         self._last = self.pids or self._last
-        new = [pid for pid in self.pids if pid not in self._lives]
-        if new:
-            alive = {pid: one for pid, one in self._lives.items() if one and _is_alive(one)}
-            self._lives = alive | {pid: _life(pid, with_launcher=self._pid is None) for pid in new}
+        if self._pid in self.pids and self._process is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process = psutil.Process(self._pid)
         for listener in self._listeners if self.latest else ():
             listener([state.info for state in self.latest])
         return self.latest
@@ -66,33 +66,21 @@ class RunWatch:
         return {state.pid: process_name(state, self.latest) for state in self.latest}
 
     def is_over(self) -> bool:
-        """True if all runs are gone and their processes too, so that no other run can follow."""
-        if not self._lives or self.latest or self._problems:
+        """True if the process that is watched is gone, so that no other run of it can follow."""
+        if self._pid is None or not self._last or self.latest or self._problems:
             return False
-        return not any(life is not None and _is_alive(life) for life in self._lives.values())
+        return self._process is None or not _is_alive(self._process)
 
     def notes(self) -> tuple[str, ...]:
         """Return the notes that a user should know about the runs."""
         if self.latest or self._problems:
             return self._problems
-        if not self._lives:
+        if not self._last:
             return (_NONE,)
         who = ", ".join(map(str, self._last))
         if len(self._last) == 1:
             return (f"the run of process {who} has ended",)
         return (f"the runs of processes {who} have ended",)
-
-
-def _life(pid: int, *, with_launcher: bool) -> psutil.Process | None:
-    """Return the process, or the launcher that starts it again; None if it is not visible."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        # The environment of somebody else's process is not told.
-        with contextlib.suppress(psutil.AccessDenied):
-            if with_launcher and "TORCHELASTIC_RUN_ID" in process.environ():
-                return process.parent() or process
-        return process
-    return None
 
 
 def _is_alive(process: psutil.Process) -> bool:
