@@ -29,7 +29,7 @@ COMMANDS = (
     "bench host",
     "monitor",
 )
-PARTS = ("top", "record", "plot", "report", "serve")
+PARTS = ("run", "top", "record", "plot", "report", "serve")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"monitor {part}" for part in PARTS)])

@@ -36,6 +36,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _numbers = itertools.count()
+# Those that watch now.
+_watching: weakref.WeakSet[StepMonitor] = weakref.WeakSet()
+
+
+def num_watching() -> int:
+    """Return how many monitors watch in this process."""
+    return len(_watching)
 
 
 class StepMonitor:
@@ -158,10 +165,12 @@ class StepMonitor:
         ends += [unsubscribe, self._assembler.stop]
         self._stopped = None
         self._end = weakref.finalize(self, _end, self._publisher, *ends)
+        _watching.add(self)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         end, self._end = self._end, None
+        _watching.discard(self)
         if end is not None:
             end()
             self._assembler.finish()

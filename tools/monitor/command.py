@@ -37,6 +37,7 @@ def add_to(commands: Subparsers) -> None:
         ],
     )
     parts = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_run(parts)
     _add_top(parts)
     _add_record(parts)
     _add_plot(parts)
@@ -59,13 +60,7 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
         help="auto, nvml, cpu, or a recording to play back (default: auto, which is all that this "
         "machine has)",
     )
-    parser.add_argument(
-        "--interval",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="seconds between samples (default: 1)",
-    )
+    _add_interval(parser)
     parser.add_argument(
         "--attach",
         metavar="PID",
@@ -95,6 +90,16 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_interval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds between samples (default: 1)",
+    )
+
+
 def _add_top(commands: Subparsers) -> None:
     parser = add_command(
         commands,
@@ -116,6 +121,35 @@ def _add_top(commands: Subparsers) -> None:
         "--json", action="store_true", help="print samples as JSON, one object per line"
     )
     parser.add_argument("--read-only", action="store_true", help="offer no keys that end processes")
+
+
+def _add_run(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "run",
+        summary="Run a training as it is, record all of its ranks, and say what to change in it.",
+        examples=[
+            "dataparallel monitor run -- python train.py",
+            "dataparallel monitor run -- torchrun --nproc-per-node 8 train.py --epochs 3",
+            "dataparallel monitor run --record run.jsonl -- accelerate launch train.py",
+        ],
+        run=_late("run_command"),
+    )
+    parser.set_defaults(source="auto", attach=None, only=(), only_visible=False)
+    _add_interval(parser)
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="where to record (default: monitor-DATE-TIME.jsonl in this folder)",
+    )
+    parser.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="-- PROGRAM",
+        help="the program with its arguments, unchanged; `dataparallel monitor top --attach auto` "
+        "in another terminal shows it live",
+    )
 
 
 def _add_record(commands: Subparsers) -> None:

@@ -20,14 +20,16 @@ from dataparallel.tools.monitor.run_watch import RunWatch, watch_runs
 SOURCES = ("auto", "nvml", "cpu")
 
 
-def open_sampler(arguments: argparse.Namespace) -> Sampler:
+def open_sampler(arguments: argparse.Namespace, watch: RunWatch | None = None) -> Sampler:
     """Return the sampler that the options of ``command.add_sampler_options`` ask for.
+
+    It attaches to the runs of ``watch``. Default: those that ``--attach`` names.
 
     Raises:
         ValueError: There is no such source, file, run or device.
         RuntimeError: NVIDIA's driver is asked for, and does not answer.
     """
-    sampler = _open(arguments)
+    sampler = _open(arguments, watch)
     try:
         sampler.choose(Selection(arguments.only, only_visible=arguments.only_visible))
     except ValueError:
@@ -36,11 +38,13 @@ def open_sampler(arguments: argparse.Namespace) -> Sampler:
     return sampler
 
 
-def _open(arguments: argparse.Namespace) -> Sampler:
+def _open(arguments: argparse.Namespace, given: RunWatch | None) -> Sampler:
     if arguments.source not in SOURCES:
         return _open_replay(arguments)
-    is_attached = arguments.attach is not None
-    watch = watch_runs(arguments.attach) if is_attached else RunWatch(lambda: Answers((), ()))
+    is_attached = given is not None or arguments.attach is not None
+    watch = given or RunWatch(lambda: Answers((), ()))
+    if arguments.attach is not None:
+        watch = watch_runs(arguments.attach)
     busy = BusyShare()
     sources: list[Source] = []
     hints: list[str] = []

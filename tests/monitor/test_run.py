@@ -1,0 +1,132 @@
+"""The command `monitor run`: a program whose text knows nothing of it is watched as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataparallel.tools.monitor.recording import read_recording
+
+#: It trains until its end is asked for, so that it is seen however slow the machine is.
+TRAINING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+is_one_of_several = "RANK" in os.environ
+if is_one_of_several:
+    dist.init_process_group("gloo")
+rank = int(os.environ.get("RANK", 0))
+model = nn.Linear(8, 8)
+if is_one_of_several:
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+is_over = torch.zeros(())
+while not is_over:
+    time.sleep(0.05 * rank)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    is_over.fill_(os.path.exists("end"))
+    if is_one_of_several:
+        dist.all_reduce(is_over)
+print("arguments", *sys.argv[1:], sum(p.sum().item() < 1e9 for p in model.parameters()))
+sys.exit(3)
+"""
+
+
+def started(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    (folder / "runs").mkdir(mode=0o700)
+    environment = {"DATAPARALLEL_MONITOR_DIR": str(folder / "runs"), **environment}
+    command = [sys.executable, "-m", "dataparallel", "monitor", "run", "--interval", "0.1"]
+    return subprocess.Popen(
+        [*command, "--record", "run.jsonl", "--", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def has_seen(folder: Path, num_ranks: int) -> bool:
+    """True if a recording has some steps of so many ranks."""
+    path = folder / "run.jsonl"
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    seen: set[int] = set()
+    for line in lines[-3:]:
+        runs: list[dict[str, Any]] = json.loads(line).get("runs", []) if line.endswith("}") else []
+        seen |= {run["rank"] for run in runs if run["num_steps"] > 10}
+    return len(seen) == num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_program_is_watched_as_it_is(tmp_path: Path, num_ranks: int) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("print('the site is customized')\n")
+    words = [sys.executable]
+    if num_ranks > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = started(tmp_path, *words, "train.py", "--name", "a b", PYTHONPATH=str(own))
+    while not has_seen(tmp_path, num_ranks):
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.05)
+    (tmp_path / "end").touch()
+    told, report = program.communicate()
+    # That of torchrun is its own.
+    assert program.returncode == (3 if num_ranks == 1 else 1), report
+    assert "arguments --name a b 2" in told and "the site is customized" in told
+    assert "sitecustomize" not in report
+    assert "optimizer of SGD" in report and "change first" in report
+    if num_ranks == 2:
+        assert "Rank 1 is slow in 'input'" in " ".join(report.split())
+    samples = read_recording(tmp_path / "run.jsonl").samples
+    assert {run.rank for one in samples for run in one.runs} == set(range(num_ranks))
+
+
+def test_a_program_that_trains_nothing_is_left_alone(tmp_path: Path) -> None:
+    program = started(tmp_path, sys.executable, "-c", "import torch.optim; print(1)")
+    told, report = program.communicate()
+    assert (program.returncode, told) == (0, "1\n")
+    assert "nothing of it was seen" in report
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_a_program_with_a_monitor_of_its_own_is_watched_once(tmp_path: Path) -> None:
+    own = "from dataparallel.monitor import StepMonitor\nmonitor = StepMonitor(model).__enter__()\n"
+    text = TRAINING.replace("is_over = ", f"{own}is_over = ", 1)
+    (tmp_path / "train.py").write_text(text)
+    program = started(tmp_path, sys.executable, "train.py")
+    while not has_seen(tmp_path, 1):
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.05)
+    (tmp_path / "end").touch()
+    _, report = program.communicate()
+    assert "Linear" in report and "optimizer of SGD" not in report
+
+
+def test_ctrl_c_and_an_end_from_outside_reach_the_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    program = started(tmp_path, sys.executable, "train.py")
+    while not has_seen(tmp_path, 1):
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.05)
+    program.send_signal(signal.SIGTERM)
+    _, report = program.communicate(timeout=120)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert "change first" in report
+
+
+def test_no_program(tmp_path: Path) -> None:
+    program = started(tmp_path)
+    _, report = program.communicate()
+    assert program.returncode == 2 and "there is no program to run: write it behind --" in report
