@@ -543,6 +543,37 @@ def test_wrong_calls(net: Net) -> None:
         pool.submit(1).result()
 
 
+class Waiting(nn.Linear):
+    """A layer that waits while it computes a 7."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.gates = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        entered, left = self.gates
+        if float(x[0, 0]) == 7:
+            entered.set()
+            assert left.wait(60)
+        return super().forward(x)
+
+
+def test_a_call_after_a_change_waits_for_items_on_their_way(slots: list[str]) -> None:
+    net = Waiting().to(slots[0]).eval()
+    item = torch.ones(1, 2)
+    with dp.Pool(net, slots) as pool:
+        slow = pool.submit(torch.full((1, 2), 7.0))
+        assert net.gates[0].wait(60)
+        before = pool.submit(item).result()
+        with torch.no_grad():
+            net.weight.mul_(3)
+        threading.Timer(0.2, net.gates[1].set).start()
+        found = [pool.submit(item).result() for _ in range(4)]
+        assert slow.done()
+    assert_all_close(found, outputs(net, [item]) * 4)
+    assert not torch.allclose(before, found[0])
+
+
 # --- wrappers --------------------------------------------------------------------------------
 
 
@@ -697,6 +728,24 @@ def test_out_of_memory_for_one_sample_is_the_error(net: Net) -> None:
             next(pool.map([torch.zeros(1, 3)]))
         with pytest.raises(torch.OutOfMemoryError, match="too little"):
             next(pool.map(["text"]))
+
+
+def test_an_item_that_was_changed_is_not_tried_again() -> None:
+    def double(x: Tensor) -> Tensor:
+        x.mul_(2)
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("too little")
+        return x
+
+    def double_all(some: list[Tensor]) -> list[Tensor]:
+        return [double(x) for x in some]
+
+    with dp.Pool(double, ["cpu"]) as pool:
+        with pytest.raises(torch.OutOfMemoryError, match="too little\nin item 0 on device cpu"):
+            pool.submit(torch.ones(4)).result()
+        rows = [torch.ones(1), torch.ones(3)]
+        with pytest.raises(torch.OutOfMemoryError, match="too little\nin items 0 to 1"):
+            next(dp.Pool(double_all, pool).map(rows, 2, collate_fn=list))
 
 
 def test_a_mean_is_not_put_together_from_parts() -> None:
@@ -939,6 +988,14 @@ def test_what_belongs_to_the_whole_batch_is_refused(output: Callable[[Tensor], A
         for future in futures:
             with pytest.raises(ValueError, match="nobody knows what belongs to which item"):
                 future.result()
+
+
+def test_requests_that_need_gradients_have_graphs_of_their_own() -> None:
+    with dp.Pool(torch.exp, ["cpu"], max_batch=2, max_wait=0.2, inference=False) as pool:
+        items = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+        for future in [pool.submit(item) for item in items]:
+            future.result().sum().backward()
+    assert [item.grad for item in items] == [1, 1]
 
 
 def test_an_error_of_a_joined_output_names_its_items() -> None:

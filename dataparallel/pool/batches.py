@@ -45,6 +45,9 @@ def key_of(plan: ScatterPlan) -> Sequence[Any] | None:
     for leaf in plan.leaves:
         value = leaf.value
         if leaf.action == "split":
+            if value.requires_grad and torch.is_grad_enabled():
+                # The first backward would free the graph of all.
+                return None
             # torch.cat gives all quantized tensors the scale of the first.
             if value.layout != torch.strided or value.is_nested or value.is_quantized:
                 return None

@@ -30,6 +30,15 @@ from dataparallel.threads.workers import Interrupted
 _TRIES, _PAUSE = 5, 0.1
 
 
+def refuse_to_wait(is_here: bool) -> None:
+    """Raise a RuntimeError in a thread of the pool, which is needed for the items themselves."""
+    if is_here:
+        raise RuntimeError(
+            "an item of a pool waits for other items of the same pool, which may wait for it; "
+            "use another pool, or call the module itself"
+        )
+
+
 class Job(Protocol):
     """A piece of work that one device does as a whole."""
 

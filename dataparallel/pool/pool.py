@@ -48,9 +48,10 @@ class Pool:
     one device. A device that is slow, or has a long item, takes fewer.
 
     A module has a clone on each device, and shares its memory on its own. When the module has
-    changed, the clones follow at the next call that finds the pool idle. Assignments of a forward
-    to attributes are dropped. A function gets each item as it is, in a thread whose current device
-    is the item's; if it has a parameter ``device``, it gets the device, too.
+    changed, the clones follow at the next call that finds the pool idle; if its parameters have,
+    that call waits for the items on their way. Assignments of a forward to attributes are dropped.
+    A function gets each item as it is, in a thread whose current device is the item's; if it has a
+    parameter ``device``, it gets the device, too.
 
     Items run within the caller's settings, such as autocast, and by default in inference mode. Each
     has random generators of its own: for one ``torch.manual_seed`` it draws the same numbers,
@@ -135,7 +136,7 @@ class Pool:
             in_dims,
             out_dims,
         )
-        self._lent = Lent(_target_of(target, devices, wrapper), devices)
+        self._lent = Lent(_target_of(target, devices, wrapper), devices, self._crew.is_here)
         self._name = getattr(target, "__name__", type(target).__name__)
         self._numbers = itertools.count()
 
@@ -377,7 +378,8 @@ class Pool:
         other = object.__new__(Pool)
         vars(other).update(vars(self))
         other._owns, other._name = False, f"{self._name}.{name}"
-        other._lent = Lent(MethodTarget(target, name), self._options.devices)
+        devices, is_here = self._options.devices, self._crew.is_here
+        other._lent = Lent(MethodTarget(target, name), devices, is_here)
         # An error now says more than one for each item.
         other._lent.acquire(other)
         other._lent.release(other)

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dataparallel.pool.crew import Crew
-from dataparallel.pool.work import Batch, Call, Item, refuse_to_wait
+from dataparallel.pool.crew import Crew, refuse_to_wait
+from dataparallel.pool.work import Batch, Call, Item
 from dataparallel.threads import exclusive
 
 #: The error of an item is raised in its turn, or is its result.

@@ -16,14 +16,17 @@ import torch
 from torch import nn
 
 from dataparallel import devices as _devices
+from dataparallel.pool.crew import refuse_to_wait
 from dataparallel.replicas.clones import (
     ModuleClones,
     check_placement,
     place,
     refuse_uninitialized,
 )
-from dataparallel.replicas.values import ReplicaParameters
+from dataparallel.replicas.values import ReplicaParameters, versions
 
+# Seconds between two looks at work that an interrupt may have lost.
+_LOOK = 0.2
 _log = logging.getLogger("dataparallel")
 
 #: The callables of the slots.
@@ -137,11 +140,22 @@ class MethodTarget:
 
 
 class Lent:
-    """The callables of a target, for as long as some work needs them; asked for once."""
+    """The callables of a target, for as long as some work needs them; asked for once.
 
-    def __init__(self, target: Target, devices: Sequence[torch.device]) -> None:
-        self.target, self._devices = target, tuple(devices)
-        self._lock = threading.Lock()
+    Args:
+        target: Gives the callables.
+        devices: The device of each slot.
+        is_here: True if the calling thread is one that does the work.
+    """
+
+    def __init__(
+        self, target: Target, devices: Sequence[torch.device], is_here: Callable[[], bool]
+    ) -> None:
+        self.target, self._devices, self._is_here = target, tuple(devices), is_here
+        self._changed = threading.Condition()
+        # The parameters and their versions, as the callables have them.
+        self._parameters: list[nn.Parameter] = []
+        self._versions: list[int] = []
         # An interrupt may lose one; who is gone needs nothing any more.
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._stack = contextlib.ExitStack()
@@ -152,13 +166,22 @@ class Lent:
         self._streams: tuple[torch.Stream, ...] = ()
 
     def acquire(self, user: object) -> Calls:
-        """Return what is called in each slot, for work of this thread; until it is released."""
-        with self._lock:
+        """Return what is called in each slot, for work of this thread; until it is released.
+
+        If parameters have changed, it waits until all other work has been done with the old ones.
+        """
+        with self._changed:
+            while self._users and versions(self._parameters) != self._versions:
+                refuse_to_wait(self._is_here())
+                self._changed.wait(_LOOK)
             streams = _devices.current_streams(dict.fromkeys(self._devices))
             if not self._users:
                 self._stack.close()
                 self._calls = self._stack.enter_context(self.target.lend())
                 self._streams = streams
+                module = self.target.module
+                self._parameters = [] if module is None else list(module.parameters())
+                self._versions = versions(self._parameters)
             for waiting, awaited in zip(streams, self._streams, strict=True):
                 _devices.wait_stream(waiting, awaited)
             self._users.add(user)
@@ -166,8 +189,9 @@ class Lent:
 
     def release(self, user: object) -> None:
         """Give back what :meth:`acquire` has given; a second call does nothing."""
-        with self._lock:
+        with self._changed:
             self._users.discard(user)
             if not self._users:
                 self._calls = ()
                 self._stack.close()
+                self._changed.notify_all()

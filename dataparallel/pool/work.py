@@ -5,7 +5,7 @@ Note [What fails alone]
 If a batch of several items fails, each of them is computed by itself. So the error is that of the
 item that has caused it, and the others get their results. If memory runs out, the halves of the
 batch are computed one after the other, then their halves, down to one sample. Later batches on that
-device are no larger than those for which there was memory.
+device are no larger than those for which there was memory. Items that were changed in place fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from dataparallel.batch.scatter import ScatterPlan, execute, move, plan_scatter
 from dataparallel.batch.tree import flatten
 from dataparallel.errors import listed, locate
 from dataparallel.pool.batches import JointKey, Shares, join, key_of, take_apart
+from dataparallel.pool.crew import refuse_to_wait
 from dataparallel.pool.targets import Calls, Lent
+from dataparallel.replicas.values import versions
 from dataparallel.threads import exclusive
 from dataparallel.threads.apply import apply_alone
 from dataparallel.threads.context import ThreadContext, is_portable
@@ -68,15 +70,6 @@ class PoolFuture(Future[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return wrap_future(self).__await__()
-
-
-def refuse_to_wait(is_here: bool) -> None:
-    """Raise a RuntimeError in a thread of the pool, which is needed for the items themselves."""
-    if is_here:
-        raise RuntimeError(
-            "an item of a pool waits for other items of the same pool, which may wait for it; "
-            "use another pool, or call the module itself"
-        )
 
 
 @dataclass(frozen=True)
@@ -293,13 +286,16 @@ class Batch:
                 for item, part in zip(one.items, parts, strict=True):
                     item.future.set_result(part)
             except Exception as error:
-                first, last = one.items[0].number, one.items[-1].number
-                which = f"item {first}" if first == last else f"items {first} to {last}"
-                locate(error, f"in {which} on device {self._call.options.devices[slot]}")
-                for item in one.items:
-                    item.fail(error)
+                self._fail_all(slot, one.items, error)
         for batch in batches:
             batch.release()
+
+    def _fail_all(self, slot: int, items: Sequence[Item], error: BaseException) -> None:
+        first, last = items[0].number, items[-1].number
+        which = f"item {first}" if first == last else f"items {first} to {last}"
+        locate(error, f"in {which} on device {self._call.options.devices[slot]}")
+        for item in items:
+            item.fail(error)
 
     # --- in the thread of a device ---------------------------------------------------------------
 
@@ -308,6 +304,8 @@ class Batch:
         limits = self._call.lent.limits
         is_memory = slot in limits and self._size(items) > limits[slot]
         error: BaseException | None = None
+        tensors = [one for item in items for one in flatten(item.value)[0] if torch.is_tensor(one)]
+        before = versions(tensors)
         if not is_memory:
             try:
                 return [self._begin(slot, items)]
@@ -318,6 +316,10 @@ class Batch:
                 is_memory = _devices.is_out_of_memory(error)
             if is_memory:
                 self._note_limit(slot, self._size(items), error)
+            if versions(tensors) != before:
+                # A second try would begin with what the first one has left.
+                self._fail_all(slot, items, error)
+                return []
         if len(items) > 1:
             step = (len(items) + 1) // 2 if is_memory else 1
             starts = range(0, len(items), step)
@@ -330,8 +332,7 @@ class Batch:
         except Interrupted:
             raise
         except BaseException as caught:
-            locate(caught, f"in item {item.number} on device {self._call.options.devices[slot]}")
-            item.fail(caught)
+            self._fail_all(slot, items, caught)
             # The frames of the error hold this one.
             del error
         else:
