@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import common, kernel_cases, kernels
+from benchmarks import common, kernel_cases, kernels, pool
 from benchmarks.common import Line, compare
 from benchmarks.kernel_cases import KernelCase
+from dataparallel import Pool
 from dataparallel import kernels as our_kernels
 from dataparallel.kernels import backend
 from dataparallel.tools.bench import runner
 from dataparallel.tools.bench.harness import Contestant, Outcome, Spread
+from tests import forkserver
 from tests.kernels.host_backend import HostBackend
 
 SHORT = ["--rounds", "1", "--steps", "2"]
@@ -40,7 +42,7 @@ def run_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["autograd", "kernels", "memory", "published", "reducer", "transport"]
+    "name", ["autograd", "kernels", "memory", "pool", "published", "reducer", "transport"]
 )
 def test_examples_in_the_help_are_accepted(name: str) -> None:
     parser = importlib.import_module(f"benchmarks.{name}").build_parser()
@@ -223,3 +225,63 @@ def test_published_figures_are_simulated_within_their_errors(
     assert all(-0.2 < error <= 0 for error in errors)
     # As torchvision counts.
     assert sum(sum(own) for own, _ in resnet50()) == 25_557_032
+
+
+# --- the pool ----------------------------------------------------------------------------------
+
+
+def test_a_small_run_of_the_pool(
+    run_benchmark: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--rounds", "1", "--items", "6", "--calls", "100", "--json", "-"]
+    assert run_benchmark("pool", *words) == 0
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    assert [each["section"] for each in lines] == (
+        [pool.UNEQUAL] * 4 + [pool.OVERHEAD] * 3 + [pool.SMALL] * 3 + [pool.REQUESTS] * 2
+    )
+    assert all(each["right"] for each in lines)
+    peers = [[*each["ratios"]] for each in lines]
+    assert peers[0] == ["halves", "in step", "threads", "processes"]
+    assert peers[4:8] == [["threads", "processes"], ["threads"], ["threads", "processes"], ["bare"]]
+
+
+def test_wrong_outputs_of_a_pool_are_seen(
+    run_benchmark: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[Line] = []
+
+    def judge(found: list[Line]) -> list[str]:
+        lines.extend(found)
+        return []
+
+    monkeypatch.setattr(pool, "_context", forkserver.context())
+    monkeypatch.setattr(pool, "_overhead", lambda *given: {})
+    monkeypatch.setattr(pool, "_requests", lambda *given: {})
+    monkeypatch.setattr(pool, "_unequal", lambda *given: {})
+    monkeypatch.setattr(pool, "judge", judge)
+    monkeypatch.setattr(Pool, "map", lambda own, items: iter([items[0]] * len(items)))
+    assert run_benchmark("pool", "--rounds", "1", "--items", "3") == 1
+    assert [line.right for line in lines] == [False] * 3
+
+
+def pool_line(section: str, name: str, **seconds: float) -> Line:
+    return compare(section, name, {who: (own,) for who, own in seconds.items()}, True)
+
+
+def test_the_bars_of_a_pool() -> None:
+    """A static split is judged in the order that is not made for it."""
+    unequal = [
+        pool_line(pool.UNEQUAL, f"wait, {pool.SHUFFLED}", ours=1.0, halves=0.5, **{"in step": 1.5}),
+        pool_line(pool.UNEQUAL, f"wait, {pool.SORTED}", ours=1.0, halves=1.2, **{"in step": 0.5}),
+    ]
+    others = [
+        pool_line(pool.OVERHEAD, "map", ours=1e-4, threads=1e-5),
+        pool_line(pool.OVERHEAD, "submit", ours=2e-4, threads=1e-5),
+        pool_line(pool.REQUESTS, "50 per second", ours=0.030, limit=0.025),
+        pool_line(pool.REQUESTS, "200 per second", ours=0.020, limit=0.025),
+    ]
+    assert pool.judge([*unequal, *others]) == [
+        "throughput / static split: worst 1.20 (halves, wait, shorter first); bar 1.15 met",
+        "overhead per item: worst 200 µs (submit), 5,000 items per second; bar 150 µs missed",
+        "p99 of requests / (max_wait and one batch): worst 1.20 (50 per second); bar 1.00 missed",
+    ]
