@@ -25,6 +25,7 @@ from tests.launched import launched
 _ROOT = pathlib.Path(__file__).parents[1]
 _EXAMPLES = _ROOT / "examples"
 _SHORT = ("one_process.py", "one_process_per_gpu.py", "hybrid.py", "resume.py")
+_POOLS = ("pool_embed.py", "pool_classify.py", "pool_generate.py", "pool_serve.py", "pool_sweep.py")
 _LEARNED = r"epoch 5/5: loss 0\.\d+, test accuracy 9\d\.\d%"
 
 
@@ -35,11 +36,13 @@ def losses(printed: str) -> list[float]:
 def test_all_examples_are_tried() -> None:
     elsewhere = {"notebook.ipynb", "train_digits.py", "parameter_server.py", "memory.py"}
     there = {path.name for path in _EXAMPLES.iterdir() if path.is_file()}
-    assert there == {*_SHORT, *elsewhere}
-    for name in _SHORT:
-        # One reads it in a minute.
-        lines = (_EXAMPLES / name).read_text().splitlines()
-        assert sum(bool(line.strip()) for line in lines) <= 40 and len(lines) <= 50
+    assert there == {*_SHORT, *_POOLS, *elsewhere}
+    # One reads the first ones in a minute.
+    for names, most in ((_SHORT, 40), (_POOLS, 88)):
+        for name in names:
+            lines = (_EXAMPLES / name).read_text().splitlines()
+            assert sum(bool(line.strip()) for line in lines) <= most, name
+            assert len(lines) <= 1.25 * most, name
 
 
 @pytest.mark.parametrize("virtual", [False, True])
@@ -112,6 +115,53 @@ def test_a_net_whose_state_fits_on_no_device_is_trained(tmp_path: pathlib.Path) 
     assert len(peaks) == 4 and max(map(float, peaks)) < 3
     assert losses(printed)[-1] < 0.2 * losses(printed)[0]
     assert float(re.findall(r"to the bare module's: (.*)", printed)[0]) < 1e-5
+
+
+# --- pools -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize(
+    ("script", "options", "printed"),
+    [
+        ("pool_embed.py", ("--texts", "500", "--no-progress"), ["embedded 500 texts on: DEVICES"]),
+        (
+            "pool_classify.py",
+            ("--no-progress",),
+            ["rows: 200 images", "100.0% of 600 images are right, on: DEVICES"],
+        ),
+        ("pool_generate.py", (), ["12/12: ", "generated on: DEVICES", "model: 12 of 12 texts"]),
+        ("pool_serve.py", ("--requests", "100"), ["on: DEVICES", "100 requests in ", "latency: "]),
+        ("pool_sweep.py", ("--no-progress",), ["6 trainings on: DEVICES", "best rate: 0."]),
+    ],
+)
+def test_a_pool_computes_what_the_bare_module_does(
+    script: str, options: tuple[str, ...], printed: list[str], virtual: bool, tmp_path: pathlib.Path
+) -> None:
+    skip_without_transformers(script)
+    text = launched(_EXAMPLES / script, 1, tmp_path, *options, virtual=virtual)
+    devices = ", ".join(f"virtual:{i}" for i in range(4)) if virtual else "cpu, cpu"
+    for part in printed:
+        assert part.replace("DEVICES", devices) in text, text
+    if script != "pool_generate.py":
+        (difference,) = re.findall(r"^.*difference .*: (\d\.\de[+-]\d\d)$", text, re.MULTILINE)
+        assert float(difference) < 1e-4, text
+
+
+@pytest.mark.parametrize("script", _POOLS)
+def test_a_pool_tells_its_options(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip_without_transformers(script)
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(_EXAMPLES / script), run_name="__main__")
+    assert f"python examples/{script}\n" in re.sub(" {2,}.*", "", capsys.readouterr().out)
+
+
+def skip_without_transformers(script: str) -> None:
+    if script == "pool_generate.py":
+        pytest.importorskip("transformers")
 
 
 # --- notebooks -------------------------------------------------------------------------------
