@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dataparallel.monitor.from_json import record_of
 from dataparallel.threads import PHASES, Phase
 
 
@@ -80,25 +80,6 @@ class StepRecord:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> StepRecord:
-        """Return the record that :meth:`to_json` has described.
-
-        Raises:
-            ValueError: It is no description of a record.
-        """
-        try:
-            replicas = tuple(
-                ReplicaStep(**{**one, "segments": tuple(map(_segment, one["segments"]))})
-                for one in data["replicas"]
-            )
-            return StepRecord(**{**data, "replicas": replicas})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no record of a step: {error!r} in {data!r:.200}") from error
-
-
-def _segment(data: Mapping[str, Any]) -> Segment:
-    if data["phase"] not in PHASES:
-        raise ValueError(
-            f"{data['phase']!r} is no phase of a replica; it may come from a newer version"
-        )
-    return Segment(**data)
+    def from_json(data: Any) -> StepRecord:
+        """Return the record that :meth:`to_json` has described; a ValueError if it is none."""
+        return record_of(StepRecord, data, "record of a step")

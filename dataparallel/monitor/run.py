@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dataparallel.monitor.from_json import record_of
 from dataparallel.monitor.record import StepRecord
 from dataparallel.threads import Phase
 
@@ -124,21 +125,23 @@ class RunState:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> RunState:
-        """Return the state that :meth:`to_json` has described."""
-        try:
-            info = data["info"]
-            lists = {name: tuple(info[name]) for name in ("devices", "uuids")}
-            numbers = ("memory", "memory_peak", "memory_total", "memory_retries", "host_bound")
-            return RunState(
-                **{
-                    **data,
-                    **{name: tuple(data[name]) for name in numbers},
-                    "info": RunInfo(**{**info, **lists}),
-                    "now": tuple((phase, float(since)) for phase, since in data["now"]),
-                    "totals": tuple(dict(one) for one in data["totals"]),
-                    "last": None if data["last"] is None else StepRecord.from_json(data["last"]),
-                }
+    def from_json(data: Any) -> RunState:
+        """Return the state that :meth:`to_json` has described; a ValueError if it is none."""
+        found = record_of(RunState, data, "state of a run")
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise a ValueError unless all that is told per replica is told of each one."""
+        count = len(self.info.devices)
+        each = (self.info.uuids, self.now, self.totals, self.memory, self.host_bound)
+        # Left out by older versions.
+        later = filter(None, (self.memory_peak, self.memory_total, self.memory_retries))
+        if any(len(told) != count for told in (*each, *later)):
+            raise ValueError(
+                f"this is no state of a run: it tells of {count} devices, and of another "
+                "number of replicas"
             )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no state of a run: {error!r} in {data!r:.200}") from error
+        info = self.info
+        if min(info.world_size, info.local_world_size, info.num_threads, info.num_cpus) <= 0:
+            raise ValueError("this is no state of a run: it has no processes or no processors")

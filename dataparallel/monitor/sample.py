@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dataparallel.monitor.from_json import record_of
 from dataparallel.monitor.readings.metrics import BY_NAME
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.run import RunState
+
+#: Seconds since 1970 in the year 5138, up to which all systems tell dates.
+_LAST_TIME = 1e11
 
 
 @dataclass(frozen=True)
@@ -44,33 +48,23 @@ class Sample:
         return asdict(self)
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Sample:
+    def from_json(data: Any) -> Sample:
         """Return the sample that :meth:`to_json` has described. Unknown metrics are left out."""
-        try:
-            return Sample(
-                time=float(data["time"]),
-                elapsed=float(data["elapsed"]),
-                cost=float(data["cost"]),
-                devices=tuple(_device(one) for one in data["devices"]),
-                processes=tuple(ProcessReading(**one) for one in data["processes"]),
-                host=None if data["host"] is None else _host(data["host"]),
-                runs=tuple(RunState.from_json(one) for one in data["runs"]),
-                notes=tuple(data["notes"]),
-                versions=dict(data["versions"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no sample: {error!r} in {data!r:.200}") from error
+        devices = data.get("devices") if isinstance(data, dict) else None
+        if isinstance(devices, list):
+            data = {**data, "devices": list(map(_without_unknown_metrics, devices))}
+        found = record_of(Sample, data, "sample")
+        if not 0 <= found.time < _LAST_TIME:
+            raise ValueError(f"this is no sample: its time is {found.time:g}")
+        for run in found.runs:
+            run.check()
+        return found
 
 
-def _device(data: Mapping[str, Any]) -> DeviceReading:
-    # The names are those of the table, so that all samples share them.
-    values = {name: data["values"][name] for name in BY_NAME if name in data["values"]}
-    return DeviceReading(**{**data, "values": values, "throttle": tuple(data["throttle"])})
-
-
-def _host(data: Mapping[str, Any]) -> HostReading:
-    load = data["load"]
-    return HostReading(**{**data, "load": None if load is None else tuple(load)})
+def _without_unknown_metrics(device: Any) -> Any:
+    if isinstance(device, dict) and isinstance(values := device.get("values"), dict):
+        return {**device, "values": {name: values[name] for name in BY_NAME if name in values}}
+    return device
 
 
 def json_text(data: Any) -> str:

@@ -217,6 +217,11 @@ def test_a_process_that_does_not_answer(
     assert ask(PID) == ((), ())
 
 
+def answer(**changes: object) -> bytes:
+    state = {**a_state().to_json(), **changes}
+    return json.dumps({"version": 3, "state": state}).encode() + b"\n"
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -229,6 +234,8 @@ def test_a_process_that_does_not_answer(
         (b'{"version": 4, "news": {}}\n', r"version 4 of the protocol is .*this is version 3."),
         (b'{"version": 3, "error": "not now"}\n', f"process {PID}: not now"),
         (b'{"version": 3, "state": {"pid": 1}}\n', "what is no state of a run"),
+        (answer(num_steps="abc"), "what is no state of a run"),
+        (answer(memory=[0]), "what is no state of a run"),
     ],
 )
 def test_an_answer_that_is_no_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dataparallel.monitor.attach import Answers
 from dataparallel.monitor.sample import Sample
@@ -25,7 +27,11 @@ from dataparallel.tools.monitor import record_command
 from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.replay import Replay
+from dataparallel.tools.monitor.report import make_report
+from dataparallel.tools.monitor.report_command import print_report
 from dataparallel.tools.monitor.run_watch import RunWatch
+from dataparallel.tools.monitor.sample_store import SampleStore
+from dataparallel.tools.monitor.view import View
 from tests.monitor.cases import device, make_run, make_sample, sample
 
 
@@ -129,6 +135,45 @@ def test_what_is_damaged_or_of_another_recording_is_left_out_and_told(path: Path
     path.write_bytes(lines[0])
     with pytest.raises(ValueError, match="holds no sample to play back"):
         Replay(path)
+
+
+#: Values that stand where others are expected.
+ODD: tuple[Any, ...] = (None, -1, 0, 1e308, math.nan, math.inf, "x", [], {}, True, 10**400, 2**63)
+
+
+def places(data: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to each value in what JSON has; of lists to the first entry."""
+    entries = data.items() if isinstance(data, dict) else enumerate(data[:1])
+    for key, value in entries:
+        yield (key,)
+        if isinstance(value, (dict, list)):
+            yield from ((key, *rest) for rest in places(value))
+
+
+def test_no_value_in_a_recording_stops_a_reader(path: Path) -> None:
+    """A line with a value that cannot be is left out; whatever is read can be shown."""
+    healthy = [make_sample(i) for i in range(3)]
+    record(path, *healthy)
+    header, first, second, third = path.read_text().splitlines()
+    num_left_out = 0
+    for way in places(json.loads(second)):
+        for odd in ODD:
+            changed = json.loads(second)
+            inside = changed
+            for key in way[:-1]:
+                inside = inside[key]
+            inside[way[-1]] = odd
+            path.write_text("\n".join([header, first, json.dumps(changed), third, ""]))
+            recording = read_recording(path)
+            num_left_out += len(recording.problems)
+            if not recording.problems and recording.samples[1] != healthy[1]:
+                print_report(make_report(recording), Console(file=io.StringIO()))
+                view, store = View(), SampleStore()
+                for one in recording.samples:
+                    view.add(one)
+                    store.add(one)
+                Console(file=io.StringIO()).print(view)
+    assert num_left_out > 500
 
 
 HEADER = b'{"format": "dataparallel monitor recording"'

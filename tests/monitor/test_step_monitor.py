@@ -498,7 +498,7 @@ def test_a_step_ends_when_its_device_is_done_and_nobody_waits_for_it(
         ({"replicas": [{"index": 0, "segments": []}]}, "'device'"),
         (
             {"replicas": [{"index": 0, "device": "", "samples": 1, "segments": [{"phase": "x"}]}]},
-            "'x' is no phase of a replica; .*newer version",
+            "'phase': unexpected 'x'; .*newer version",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def window_between(before: RunState | None, now: RunState, seen: StepRecord | No
     ]
     samples = now.num_samples - (before.num_samples if before else 0)
     each = [1 / len(phases)] * len(phases)
-    if seen is not None and seen.samples:
+    if seen is not None and seen.samples and len(seen.replicas) == len(phases):
         each = [replica.samples / seen.samples for replica in seen.replicas]
     return StepWindow(
         now.num_steps - (before.num_steps if before else 0),
