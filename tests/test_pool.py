@@ -482,7 +482,9 @@ def scripted(net: nn.Module) -> Any:
     return torch.jit.trace(net, (torch.randn(3, WIDTH),)).forward
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("form", [quantized, exported, compiled, compiled_function, scripted])
 def test_other_forms_of_modules(form: Callable[[nn.Module], Any]) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 5)).eval()
