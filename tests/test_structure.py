@@ -184,6 +184,18 @@ def test_imports_point_downwards() -> None:
     assert not upwards
 
 
+def test_a_wheel_has_every_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'(?m)^  "(dataparallel[\w.]*)",$', text)
+    folders = {
+        path_of(tree) for tree in sources().values() if path_of(tree).endswith("__init__.py")
+    }
+    packages = {folder.removesuffix("/__init__.py").replace("/", ".") for folder in folders}
+    outside = {f"dataparallel.{name}" for name in packages if not name.startswith("dataparallel")}
+    inside = {name for name in packages if name.startswith("dataparallel")}
+    assert set(named) == inside | outside
+
+
 def test_imports_have_no_circle() -> None:
     """Types count: files that name each other's classes are read together."""
     graph = {
