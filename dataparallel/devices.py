@@ -348,8 +348,8 @@ def empty_cache(device: torch.device) -> None:
 #: None is the stream of the CPU, which executes at once: everything on it has already happened.
 Stream: TypeAlias = torch.Stream | None
 
-_copy_streams: dict[torch.device, torch.Stream] = {}
-_host_streams: dict[torch.device, torch.Stream] = {}
+#: By device, and by whether they are for copies to it.
+_side_streams: dict[tuple[torch.device, bool], torch.Stream] = {}
 
 
 def current_stream(device: torch.device) -> Stream:
@@ -373,19 +373,19 @@ def copy_stream(device: torch.device) -> Stream:
 
     One per device for the life of the process; the caller orders it with :func:`wait_stream`.
     """
-    if device.type == "cpu":
-        return None
-    if device not in _copy_streams:
-        # If several threads come here at once, one of them wins.
-        _copy_streams.setdefault(device, torch.Stream(device))
-    return _copy_streams[device]
+    return None if device.type == "cpu" else _side_stream(device, True)
 
 
 def host_stream(device: torch.device) -> torch.Stream:
     """Return the side stream for copies from an accelerator to the host, beside those to it."""
-    if device not in _host_streams:
-        _host_streams.setdefault(device, torch.Stream(device))
-    return _host_streams[device]
+    return _side_stream(device, False)
+
+
+def _side_stream(device: torch.device, is_inward: bool) -> torch.Stream:
+    if (key := (device, is_inward)) not in _side_streams:
+        # If several threads come here at once, one of them wins.
+        _side_streams.setdefault(key, torch.Stream(device))
+    return _side_streams[key]
 
 
 @contextlib.contextmanager

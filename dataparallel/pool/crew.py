@@ -76,6 +76,8 @@ class _Line:
         # None wakes the leader.
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._leading = threading.Lock()
+        #: The threads that take work.
+        self.serving: set[threading.Thread] = set()
         # In the order in which they came: all, and those of each key.
         self._jobs: OrderedDict[int, Job] = OrderedDict()
         self._alike: dict[Hashable, OrderedDict[int, Job]] = {}
@@ -88,7 +90,7 @@ class _Line:
 
     def is_here(self) -> bool:
         """True if the calling thread is one of those that take this work."""
-        return _here.line is self
+        return threading.current_thread() in self.serving
 
     def put(self, job: Job) -> None:
         if self._is_closed:
@@ -181,25 +183,17 @@ class _Line:
         return is_any
 
 
-class _Here(threading.local):
-    line: _Line | None = None
-
-
-_here = _Here()
-
-
 def _serve(line: _Line, slot: int) -> None:
     torch_internals.set_thread_name(f"pool-{slot}")
-    _here.line = line
+    line.serving.add(threading.current_thread())
     begun: deque[tuple[Sequence[Job], Callable[[], None]]] = deque()
     goes_on = True
     while goes_on:
-        try:
-            # An interrupt came just before the work began, or when it had just ended.
+        with contextlib.suppress(Interrupted):
+            # One that came just before the work began, or when it had just ended.
             _fail(line.done(slot), Interrupted())
             goes_on = _step(line, slot, begun)
-        except Interrupted:
-            pass
+    line.serving.discard(threading.current_thread())
 
 
 def _step(line: _Line, slot: int, begun: deque[tuple[Sequence[Job], Callable[[], None]]]) -> bool:

@@ -375,15 +375,22 @@ class Pool:
         target = self._lent.target
         if isinstance(target, FunctionTarget):
             raise TypeError(f"only modules have methods, so there is no {name!r} to call")
-        other = object.__new__(Pool)
-        vars(other).update(vars(self))
-        other._owns, other._name = False, f"{self._name}.{name}"
-        devices, is_here = self._options.devices, self._crew.is_here
-        other._lent = Lent(MethodTarget(target, name), devices, is_here)
+        options = self._options
+        method: Any = MethodTarget(target, name, f"{self._name}.{name}")
         # An error now says more than one for each item.
-        other._lent.acquire(other)
-        other._lent.release(other)
-        return other
+        with method.lend():
+            pass
+        return Pool(
+            method,
+            self,
+            output_device=options.output_device,
+            inference=options.inference,
+            max_batch=options.max_batch,
+            max_wait=options.max_wait,
+            dim=options.dim,
+            in_dims=options.in_dims,
+            out_dims=options.out_dims,
+        )
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -426,6 +433,8 @@ def _target_of(target: Any, devices: Sequence[torch.device], wrapper: Any) -> Ta
             )
         moves = not wrapper._is_model_parallel
         return WrapperTarget(wrapper._lend_to_pool, wrapper.module, moves=moves)
+    if isinstance(target, MethodTarget):
+        return target
     if isinstance(target, nn.Module):
         return ModuleTarget(target, devices)
     if isinstance(target, type) and issubclass(target, nn.Module):

@@ -129,8 +129,8 @@ class MethodTarget:
 
     unpacks = True
 
-    def __init__(self, target: Target, name: str) -> None:
-        self._target, self._name = target, name
+    def __init__(self, target: Target, name: str, shown: str) -> None:
+        self._target, self._name, self.__name__ = target, name, shown
         self.module, self.moves = target.module, target.moves
 
     @contextlib.contextmanager

@@ -357,7 +357,7 @@ class Batch:
     def _note_limit(self, slot: int, size: int, error: BaseException) -> None:
         """Give memory back, and divide what is as large as this from now on."""
         # Its frames hold what was computed.
-        error.__traceback__ = None
+        error.with_traceback(None)
         device = self._call.options.devices[slot]
         _devices.empty_cache(device)
         if size > 1:
