@@ -28,8 +28,8 @@ DEVICES = [f"virtual:{i}" for i in range(3)]
 ORDERING = ("wait_stream", "record_stream")
 # Needed if leaves have another stream than the backward, and buckets are sent from the device. With
 # virtual devices the host sends them, and waits for them in any case. Recorded replicas, and the
-# forwards and backwards of callers on other streams, have tests of their own.
-NOT_SHOWN = ("round.py", "capture.py", "functions.py", "values.py")
+# forwards, backwards and items of callers on other streams, have tests of their own.
+NOT_SHOWN = ("round.py", "capture.py", "functions.py", "values.py", "context.py")
 
 
 @contextmanager
