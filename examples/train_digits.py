@@ -20,8 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import dataparallel as dp
-from dataparallel.monitor import StepMonitor, StepRecord
-from dataparallel.tools.monitor.plot import draw_step
+from dataparallel.monitor import StepMonitor
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -78,7 +77,9 @@ def main() -> None:
         title = f"Test accuracy {accuracies[-1]:.2%} after {seconds:.1f} s"
         options.output.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), options.output / "digits.pt")
-        draw(title, losses, accuracies, monitor.steps).savefig(options.output / "digits.png")
+        where = ", ".join(map(str, devices))
+        draw(title, where, losses, accuracies).savefig(options.output / "digits.png")
+        print(monitor.summary())
         print(f"{title}; weights and plot are in {options.output}")
     if accuracies[-1] < options.min_accuracy:
         sys.exit(f"the accuracy is below {options.min_accuracy:.2%}")
@@ -91,15 +92,12 @@ def default_devices() -> Sequence[torch.device | str]:
     return dp.accelerators()[first : first + number] or ["cpu", "cpu"]
 
 
-def draw(
-    title: str, losses: list[float], accuracies: list[float], steps: list[StepRecord]
-) -> Figure:
-    """Loss, accuracy, and the training step of median length."""
-    figure = Figure(figsize=(9, 6.5), dpi=120)
+def draw(title: str, where: str, losses: list[float], accuracies: list[float]) -> Figure:
+    """Loss and accuracy."""
+    figure = Figure(figsize=(9, 4), dpi=120)
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1)
-    where = ", ".join(one.device for one in steps[-1].replicas)
     figure.suptitle(f"Handwritten digits on {where}: {title[0].lower()}{title[1:]}")
-    axes = figure.subplot_mosaic([["loss", "accuracy"], ["step", "step"]], height_ratios=(3, 2))
+    axes = figure.subplot_mosaic([["loss", "accuracy"]])
     epochs = [(i + 1) * len(accuracies) / len(losses) for i in range(len(losses))]
     axes["loss"].semilogy(epochs, losses, linewidth=1)
     axes["loss"].set(xlabel="epoch", ylabel="training loss (nats)")
@@ -107,12 +105,9 @@ def draw(
     axes["accuracy"].plot(range(1, len(percents) + 1), percents, color="C1", marker=".")
     axes["accuracy"].set(xlabel="epoch", ylabel="test accuracy (%)")
     axes["accuracy"].locator_params(axis="x", integer=True)
-    for each in (axes["loss"], axes["accuracy"]):
+    for each in axes.values():
         each.spines[["top", "right"]].set_visible(False)
         each.grid(alpha=0.3)
-    training = sorted((s for s in steps if s.kind == "train"), key=lambda s: s.seconds)
-    draw_step(axes["step"], training[len(training) // 2])
-    axes["step"].set_title("The training step of median length", loc="left", pad=24)
     return figure
 
 

@@ -139,6 +139,56 @@ def test_a_job_is_shown_whole_on_any_screen(
         expect(page.locator("#jobs h2 small")).to_contain_text("step 1,012")
 
 
+def test_a_chart_stays_one_while_ranks_come_and_values_go(open_page: Callable[..., Page]) -> None:
+    """Its title changes; a device without a value has no chart of it, and leaves its place free."""
+
+    def add(store: SampleStore, number: int) -> None:
+        if number < 2:
+            store.add(two_ranks(1) if number else make_sample(0))
+
+    with site(Asked(add)) as server:
+        page = open_page(server.url, PHONE)
+        expect(page.locator("#jobs figure")).to_contain_text(
+            ["Throughput, all ranks", "Step, slow"]
+        )
+        lost, partly = page.locator(".device").nth(2), page.locator(".device").nth(3)
+        assert lost.locator("figure:visible").count() == 0
+        assert partly.locator("figure:visible").count() == 2
+        above = page.locator(".device").first.locator("figure")
+        for place, figure in enumerate(partly.locator("figure").all()[1:], start=1):
+            here, there = figure.bounding_box(), above.nth(place).bounding_box()
+            assert here is not None and there is not None and here["x"] == there["x"]
+
+
+def test_on_a_phone_charts_come_first_and_a_command_is_read(open_page: Callable[..., Page]) -> None:
+    sample = two_ranks(1)
+    command = f"python -m torch.distributed.run {'--option value ' * 40}"
+    hot = [make_device(i, {"temperature": 90.0}) for i in range(5, 11)]
+    store = SampleStore()
+    store.add(
+        dataclasses.replace(
+            sample,
+            devices=(*sample.devices, *hot),
+            processes=(ProcessReading("cuda:0", PID, "python", command=command),),
+        )
+    )
+    with site(store) as server:
+        page = open_page(server.url, PHONE)
+        expect(page.locator("#alerts li")).to_have_count(3)
+        expect(page.locator("#more summary")).to_have_text("9 more")
+        chart, alerts, phases, cell = (
+            page.locator(each).first.bounding_box()
+            for each in ("#jobs .charts", "#alerts", ".shares", ".table td:nth-child(3) div")
+        )
+        assert chart and alerts and phases and cell
+        assert chart["y"] < alerts["y"] < phases["y"]
+        # Three lines of it; the others of its row are a scroll away.
+        assert cell["x"] + cell["width"] < PHONE and 50 < cell["height"] < 75
+        assert page.evaluate(
+            "(({ scrollWidth: a, clientWidth: b }) => a > b)(document.querySelector('.table'))"
+        )
+
+
 def test_charts_obey_the_keyboard(open_page: Callable[..., Page]) -> None:
     with site() as server:
         page = open_page(server.url)
@@ -146,7 +196,7 @@ def test_charts_obey_the_keyboard(open_page: Callable[..., Page]) -> None:
         expect(chart).to_contain_text("samples/s")
         chart.focus()
         chart.press("ArrowLeft")
-        expect(chart.locator("b")).to_contain_text(re.compile(r"samples/s at \d\d:\d\d:\d\d"))
+        expect(chart).to_contain_text(re.compile(r"samples/s at \d\d:\d\d:\d\d"))
         chart.press("Escape")
         expect(chart.locator("b")).to_have_text("624 samples/s")
 

@@ -271,7 +271,7 @@ def _add_plot(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "plot",
-        summary="Draw recordings: devices, phases of each replica, imbalance, the last step.",
+        summary="Draw recordings: devices, and the phases of each replica.",
         examples=[
             "dataparallel monitor plot run.jsonl run.png",
             "dataparallel monitor plot node0.jsonl node1.jsonl job.png",

@@ -1,4 +1,4 @@
-"""The command `monitor plot`: draw devices and phases over time, and the last step."""
+"""The command `monitor plot`: draw devices and phases over time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from matplotlib.patches import Patch
 
 from dataparallel.monitor.findings import RunTotals, add_up
 from dataparallel.monitor.readings.reading import DeviceReading
-from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.threads import PHASES, Phase
@@ -29,7 +29,7 @@ from dataparallel.tools.monitor import units
 from dataparallel.tools.monitor.command import SUFFIXES
 from dataparallel.tools.monitor.history import reading_of
 from dataparallel.tools.monitor.palette import DARK, LIGHT, Theme
-from dataparallel.tools.monitor.ranks import own_seconds, run_name, speed_of_ranks
+from dataparallel.tools.monitor.ranks import run_name, speed_of_ranks
 from dataparallel.tools.monitor.recording import (
     Recording,
     check_different,
@@ -50,8 +50,10 @@ MAX_STRIPS = 16
 MAX_POINTS = 800
 MAX_INTERVALS = 300
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-#: In inches: the width of the picture, and what stands left and right of the charts.
-_WIDTH, _LEFT, _RIGHT, _BOTTOM = 12.0, 2.3, 2.1, 0.6
+#: In inches: the width of the picture, its edge, and what stands right of the charts and below.
+_WIDTH, _EDGE, _RIGHT, _BOTTOM = 12.0, 0.3, 2.1, 0.6
+#: The inches of a letter left of the charts, the letters of a line of the title, and its height.
+_LETTER, _MOST_LETTERS, _LINE = 0.075, 90, 0.28
 
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -76,8 +78,9 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class _Row:
-    """A part of the picture: its height and the room above in inches, what draws and heads it."""
+    """A part of the picture: its name, its height and the room above in inches, what draws it."""
 
+    name: str
     height: float
     above: float
     draw: Callable[[Axes], None]
@@ -121,37 +124,34 @@ def draw(*recordings: Recording, title: str | None = None, theme: Theme = LIGHT)
     tracks, unit = _tracks(recordings)
     runs = _runs(tracks)
     rows = [*_device_rows(tracks, theme), *_phase_rows(runs, theme)]
-    timed = len(rows)
-    lasts = [(one.name, last) for one in runs if (last := one.last) is not None]
-    if lasts:
-        strips = sum(len(record.replicas) for _, record in lasts)
-        last_step = partial(draw_step, step=lasts, theme=theme)
-        rows.append(_Row(0.3 * strips + 0.1, 1.25, last_step))
     if not rows:
-        raise ValueError("the recording holds neither readings of devices nor a run")
-    height = sum(row.height + row.above for row in rows) + 0.5 + _BOTTOM
+        raise ValueError("the recording holds neither readings of devices nor steps of a run")
+    told, more = _titles(tracks, runs)
+    lines = textwrap.wrap(title or told, _MOST_LETTERS)
+    head = 0.22 + _LINE * len(lines)
+    height = sum(row.height + row.above for row in rows) + head + _BOTTOM
+    left = 2 * _EDGE + _LETTER * max(len(row.name) for row in rows)
+    end = max(track.axis[-1] for track in tracks if track.samples) or 1
     with matplotlib.rc_context(_style(theme)):
         figure = Figure(figsize=(_WIDTH, height))
-        told, more = _titles(tracks, runs)
-        left = _LEFT / _WIDTH
-        figure.text(left, 1 - 0.32 / height, title or told, fontsize=14, fontweight="bold")
-        figure.text(left, 1 - 0.58 / height, more, color=theme.soft)
-        top, grid = height - 0.5, []
+        for i, line in enumerate(lines):
+            y = 1 - (0.04 + _LINE * (i + 1)) / height
+            figure.text(_EDGE / _WIDTH, y, line, fontsize=14, fontweight="bold")
+        figure.text(_EDGE / _WIDTH, 1 - (head + 0.08) / height, more, color=theme.soft)
+        top = height - head
         for row in rows:
             top -= row.above + row.height
-            width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
-            axes = figure.add_axes((left, top / height, width, row.height / height))
+            width = (_WIDTH - left - _RIGHT) / _WIDTH
+            axes = figure.add_axes((left / _WIDTH, top / height, width, row.height / height))
             row.draw(axes)
             if row.head is not None:
                 row.head(axes)
-            grid.append(axes)
-        ends = [track.axis[-1] for track in tracks if track.samples]
-        for axes in grid[:timed]:
-            axes.set_xlim(0, max(ends) or 1)
-            axes.tick_params(bottom=False, labelbottom=False)
-        if timed:
-            grid[timed - 1].tick_params(bottom=True, labelbottom=True)
-            grid[timed - 1].set_xlabel(f"{unit} since the recording began")
+            # Its name stands left of it.
+            axes.text(-0.01, 0.5, row.name, transform=axes.transAxes, ha="right", va="center")
+            axes.set_xlim(0, end)
+            axes.spines["left"].set_visible(False)
+            axes.tick_params(bottom=row is rows[-1], labelbottom=row is rows[-1])
+        axes.set_xlabel(f"{unit} since the recording began")
     return figure
 
 
@@ -249,7 +249,7 @@ def _device_rows(tracks: Sequence[_Track], theme: Theme) -> Iterator[_Row]:
         head = partial(_name_devices, theme, title + _rest(shown, strips), reasons)
         for i, strip in enumerate(shown):
             draw_strip = partial(_draw_strip, theme, strip, metric, bool(reasons))
-            yield _Row(0.3, 0.07 if i else 0.5, draw_strip, head=None if i else head)
+            yield _Row(strip.name, 0.3, 0.07 if i else 0.5, draw_strip, head=None if i else head)
 
 
 def _rest(shown: Sequence[object], strips: Sequence[object]) -> str:
@@ -298,16 +298,9 @@ def _draw_strip(theme: Theme, strip: _Strip, metric: _Metric, shows_slow: bool, 
         axes.broken_barh(spans, (0, strip.top), color=theme.warning, alpha=0.35, linewidth=0)
     axes.set_ylim(0, strip.top)
     axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    _name(axes, strip.name)
     known = [value for value in strip.values if value is not None]
-    told = f"mean {metric.text(sum(known) / len(known))}, most {metric.text(max(known))}"
+    told = f"mean {metric.text(sum(known) / len(known))}, peak {metric.text(max(known))}"
     axes.text(1.01, 0.5, told, transform=axes.transAxes, va="center", fontsize=8.5)
-
-
-def _name(axes: Axes, name: str) -> None:
-    """Write the name of a strip left of it."""
-    axes.text(-0.01, 0.5, name, transform=axes.transAxes, ha="right", va="center")
 
 
 def curve(
@@ -346,10 +339,6 @@ class _Run:
     @property
     def info(self) -> RunInfo:
         return self.state.info
-
-    @property
-    def last(self) -> StepRecord | None:
-        return next((state.last for state in reversed(self.periods[-1].states) if state.last), None)
 
     @property
     def num_steps(self) -> int:
@@ -419,18 +408,13 @@ def _phase_rows(runs: Sequence[_Run], theme: Theme) -> Iterator[_Row]:
     title = f"Share of the time in each phase{_rest(shown, strips)}"
     head = partial(_name_phases, theme, title, occurring)
     for i, strip in enumerate(shown):
-        draw_strip = partial(_draw_shares, theme, *strip)
-        yield _Row(0.42, 0.09 if i else 0.8, draw_strip, head=None if i else head)
-    if len(strips) > 1:
-        known = [
-            (one.info.hides_waiting, parts) for one, parts in zip(runs, each, strict=True) if parts
-        ]
-        yield _Row(0.8, 0.5, partial(_draw_imbalance, theme, known))
+        name, parts, index = strip
+        draw_strip = partial(_draw_shares, theme, parts, index)
+        yield _Row(name, 0.42, 0.09 if i else 0.8, draw_strip, head=None if i else head)
 
 
 def _draw_shares(
     theme: Theme,
-    name: str,
     parts: Sequence[tuple[float, float, RunTotals | None]],
     replica: int,
     axes: Axes,
@@ -453,75 +437,6 @@ def _draw_shares(
     lower.set_verticalalignment("bottom")
     upper.set_verticalalignment("top")
     axes.tick_params(right=False)
-    axes.spines["left"].set_visible(False)
-    _name(axes, name)
-
-
-def _draw_imbalance(
-    theme: Theme,
-    runs: Sequence[tuple[bool, Sequence[tuple[float, float, RunTotals | None]]]],
-    axes: Axes,
-) -> None:
-    ranks = [parts for _, parts in runs]
-    # There, backward tells nothing of a rank.
-    hides = any(one for one, _ in runs)
-    edges = sorted({edge for parts in ranks for begin, end, _ in parts for edge in (begin, end)})
-    values = []
-    for edge in edges[:-1]:
-        # At each moment, what every rank does then.
-        found = [
-            next((one for begin, end, one in parts if begin <= edge < end), None) for parts in ranks
-        ]
-        times = [_own_work(one) if hides else one.computes for one in found if one]
-        computes = [value for each in times for value in each if value > 0]
-        is_known = None not in found and len(computes) > 1
-        values.append(max(computes) * len(computes) / sum(computes) if is_known else math.nan)
-    axes.step(edges, [*values, values[-1]], where="post", color=theme.line, linewidth=1.4)
-    axes.axhline(1.0, color=theme.soft, linestyle="--", linewidth=1)
-    what = "own work (without backward)" if hides else "computing time"
-    axes.set_title(f"Imbalance: {what} of the slowest replica over the mean; 1 is even")
-    axes.grid(axis="y")
-
-
-def _own_work(totals: RunTotals) -> list[float]:
-    return [own_seconds(replica.shares) * totals.step_seconds for replica in totals.replicas]
-
-
-def draw_step(
-    axes: Axes, step: StepRecord | Sequence[tuple[str, StepRecord]], theme: Theme = LIGHT
-) -> None:
-    """Draw a step: one row per replica, one bar per segment, and the phases above.
-
-    The steps of several ranks come with the text before the names of their replicas.
-    """
-    ranks = [("", step)] if isinstance(step, StepRecord) else list(step)
-    rows = [(prefix, replica) for prefix, record in ranks for replica in record.replicas]
-    ends = [replica.segments[-1].end for _, replica in rows if replica.segments]
-    longest = max(ends, default=0.0)
-    factor, unit = (1.0, "seconds") if longest >= 1 else (1e3, "milliseconds")
-    occurring = set()
-    for row, (_, replica) in enumerate(rows):
-        for one in replica.segments:
-            occurring.add(one.phase)
-            # Idle time is thinner: the row's eye-catchers are the phases.
-            height = 0.25 if one.phase == "idle" else 0.7
-            bar = (one.begin * factor, (one.end - one.begin) * factor)
-            color = theme.phases[one.phase].color
-            axes.broken_barh([bar], (row - height / 2, height), color=color, linewidth=0)
-    names = [f"{prefix}replica {one.index}, {one.device}" for prefix, one in rows]
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", left=False, labelcolor=theme.ink)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, longest * factor or 1)
-    axes.set_xlabel(f"{unit} since the step began")
-    last = ranks[0][1]
-    kind = "training" if last.kind == "train" else "inference"
-    samples = sum(record.samples for _, record in ranks)
-    title = f"The last {kind} step, {last.number:,}: {samples:,} samples"
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    _name_phases(theme, title, occurring, axes)
 
 
 def _name_phases(theme: Theme, title: str, phases: set[Phase], axes: Axes) -> None:

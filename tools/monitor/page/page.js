@@ -6,6 +6,8 @@
 const KEPT = 1800;
 const TIMEOUT = 5000;
 const NONE = "n/a";
+/** So many alerts are seen at once; the others unfold. */
+const MOST_ALERTS = 3;
 /** The charts of each device: metric, title, unit, and the metric that says how much there can be. */
 const CHARTS = {
   utilization: ["Utilization", "ratio"],
@@ -15,7 +17,7 @@ const CHARTS = {
 
 const find = (selector) => document.querySelector(selector);
 const state = { about: null, points: [], sample: null, finished: false, span: 300 };
-/** The charts by title, for each element that holds some. */
+/** The charts by key, for each element that holds some. */
 const charts = new WeakMap();
 let token = takeToken();
 let timer = 0;
@@ -101,7 +103,7 @@ function fill(table, titles, rows) {
     cells.forEach((cell, j) => {
       const [text, title] = [cell].flat();
       const place = row.cells[j] ?? row.insertCell();
-      write(place, text);
+      write(place.firstElementChild ?? place.appendChild(make("div")), text);
       place.title = title ?? "";
     });
   });
@@ -131,29 +133,32 @@ function bar(name, parts) {
 }
 
 /** Draw a line over time, with its latest value above; all share the pointer. A small one has no axes. */
-function chart(parent, title, unit, times, values, { whole = null, isSmall = false } = {}) {
-  let one = charts.get(parent)?.get(title);
-  if (one === undefined) {
-    one = addChart(parent, title, unit, isSmall);
-    charts.set(parent, (charts.get(parent) ?? new Map()).set(title, one));
-  }
+function chart(parent, key, title, unit, times, values, { whole = null, isSmall = false } = {}) {
+  const known = charts.get(parent) ?? new Map();
+  charts.set(parent, known);
+  // The title may change, as when more ranks come.
+  if (!known.has(key)) known.set(key, addChart(parent, unit, isSmall));
+  const one = known.get(key);
   one.whole = whole;
+  one.element.hidden = values.every((value) => value === null);
+  write(one.title, title);
   if (!one.isZoomed) one.plot.setData([times, values]);
+  return one.element;
 }
 
-function addChart(parent, title, unit, isSmall) {
-  const value = make("b");
+function addChart(parent, unit, isSmall) {
+  const [title, value, rest] = [make("span"), make("b"), make("span")];
   const place = make("div", { class: "plot" });
-  const element = make("figure", { tabindex: "0" }, make("figcaption", {}, `${title} `, value), place);
+  const caption = make("figcaption", {}, title, " ", value, " ", rest);
+  const element = make("figure", { tabindex: "0" }, caption, place);
   parent.append(element);
   const height = isSmall ? 34 : 130;
-  const axis = { stroke: () => getComputedStyle(element.firstChild).color, grid: { stroke: "#8883", width: 1 }, ticks: { show: false } };
-  const one = { whole: null, isZoomed: false };
+  const axis = { stroke: () => getComputedStyle(caption).color, grid: { stroke: "#8883", width: 1 }, ticks: { show: false } };
+  const one = { element, title, whole: null, isZoomed: false };
   const tell = (plot) => {
     const at = plot.cursor.idx;
-    const seen = plot.data[1][at ?? plot.data[0].length - 1];
-    const whole = one.whole === null || at != null ? "" : ` of ${show(one.whole, unit)}`;
-    write(value, show(seen, unit) + whole + (at == null ? "" : ` at ${clock(plot.data[0][at])}`));
+    write(value, show(plot.data[1][at ?? plot.data[0].length - 1], unit));
+    write(rest, at != null ? `at ${clock(plot.data[0][at])}` : one.whole === null ? "" : `of ${show(one.whole, unit)}`);
   };
   const top = (high) => (unit === "ratio" ? 1 : Math.max(one.whole ?? high * 1.1, high) || 1);
   one.plot = new uPlot(
@@ -193,7 +198,8 @@ function addChart(parent, title, unit, isSmall) {
     one.isZoomed = true;
     plot.setCursor({ left: plot.valToPos(x, "x"), top: 1 });
   });
-  new ResizeObserver(() => one.plot.setSize({ width: place.clientWidth, height })).observe(place);
+  // A hidden one has no width.
+  new ResizeObserver(() => place.clientWidth && one.plot.setSize({ width: place.clientWidth, height })).observe(place);
   return one;
 }
 
@@ -224,7 +230,11 @@ function render() {
   find("#advice").hidden = sample.advice === null;
   write(find("#advice span"), sample.advice ?? "");
   const others = sample.alerts.filter((one) => !sample.advice?.startsWith(one.text));
-  list(find("#alerts"), others.map((one) => [one.text, one.severity]));
+  const alerts = others.map((one) => [one.text, one.severity]);
+  list(find("#alerts"), alerts.slice(0, MOST_ALERTS));
+  list(find("#more ul"), alerts.slice(MOST_ALERTS));
+  find("#more").hidden = alerts.length <= MOST_ALERTS;
+  write(find("#more summary"), `${alerts.length - MOST_ALERTS} more`);
   list(find("#notes"), sample.notes.map((text) => [text, ""]));
   showJobs(sample, points);
   showDevices(sample, points);
@@ -268,8 +278,8 @@ function showJobs(sample, points) {
     const course = (j) => points.map((point) => point.jobs?.[first.job]?.[j] ?? null);
     const [all, slowest] = ranks.size > 1 ? [", all ranks", ", slowest rank"] : ["", ""];
     const place = one(".charts");
-    chart(place, `Throughput${all}`, "samples/s", times, course(0));
-    chart(place, `Step${slowest}`, "s", times, course(1));
+    chart(place, "speed", `Throughput${all}`, "samples/s", times, course(0));
+    chart(place, "step", `Step${slowest}`, "s", times, course(1));
     one(".shares").replaceChildren(...runs.map((run) => sharesOf(run, runs, sample)));
     const lasts = runs.filter((run) => run.state.last !== null);
     one(".last").replaceChildren(...lasts.map((run) => lastOf(run, runs)));
@@ -330,9 +340,10 @@ function showDevices(sample, points) {
   const { devices, versions } = sample;
   write(find("#devices h2 small"), Object.entries(versions).map((one) => one.join(" ")).join(", "));
   const times = points.map((point) => point.time);
-  const charted = state.about.charted.filter((metric) => devices.some((one) => one.values[metric] != null));
+  const { charted } = state.about;
+  const shown = charted.filter((metric) => devices.some((one) => one.values[metric] != null));
   const parent = find("#devices .rows");
-  parent.style.setProperty("--charts", charted.length);
+  parent.style.setProperty("--charts", shown.length);
   const rows = keyed(parent, devices.map(({ device, uuid }) => uuid ?? device), () => {
     const more = make("details", {}, make("summary", {}, "more"), make("dl"));
     return make("div", { class: "device" }, make("div", {}, make("b"), make("p"), make("p", { class: "trouble" }), more));
@@ -344,12 +355,14 @@ function showDevices(sample, points) {
     text("p", name, whole && `part of ${whole}`, values.temperature != null && show(values.temperature, "C"), sample.users[device]);
     text(".trouble", error, throttle.length && `slowed down: ${throttle.join(", ")}`);
     rows[i].querySelector(".trouble").className = `trouble ${error === null ? "warning" : "error"}`;
-    for (const metric of charted) {
+    charted.forEach((metric, j) => {
       const [title, unit, limit] = CHARTS[metric];
-      const course = points.map((point) => point.devices[uuid ?? device]?.[state.about.charted.indexOf(metric)] ?? null);
-      chart(rows[i], title, unit, times, course, { whole: values[limit] ?? null, isSmall: true });
-    }
-    const told = new Set([...state.about.charted, "memory_total", "power_limit", "temperature"]);
+      const course = points.map((point) => point.devices[uuid ?? device]?.[j] ?? null);
+      const figure = chart(rows[i], metric, title, unit, times, course, { whole: values[limit] ?? null, isSmall: true });
+      // Those of one metric stand below each other, also if a device has not all of them.
+      figure.style.setProperty("--place", shown.indexOf(metric) + 1);
+    });
+    const told = new Set([...charted, "memory_total", "power_limit", "temperature"]);
     const more = state.about.metrics.filter(([metric]) => !told.has(metric) && values[metric] != null);
     const facts = more.map(([metric, unit, meaning]) => [meaning, show(values[metric], unit)]);
     if (uuid !== null) facts.push(["identity", uuid]);
@@ -363,7 +376,7 @@ function showProcesses(processes) {
   const rows = processes.map((one) => [
     one.device,
     String(one.pid),
-    [one.name ?? NONE, one.command],
+    [one.command ?? one.name ?? NONE, one.command ?? ""],
     one.user ?? NONE,
     show(one.memory, "bytes"),
     show(one.utilization, "ratio"),
