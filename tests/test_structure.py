@@ -80,7 +80,7 @@ MOST_LINES = {
     "graph": 1336,
     "threads": 2090,
     "comm": 2915,
-    "readings": 2000,
+    "readings": 2065,
     "kernels": 2550,
     "devices": 537,
     "errors": 150,

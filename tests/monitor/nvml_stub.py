@@ -33,6 +33,10 @@ EVERYTHING: dict[str, Any] = {
     "TotalEccErrors 0 0": 3,
     "TotalEccErrors 1 0": 0,
     "FanSpeed": 35,
+    "PerformanceState": 2,
+    "EncoderUtilization": 12,
+    "DecoderUtilization": 34,
+    "PciInfo_v3": {"busId": b"00000000:0F:00.0"},
     "CurrentClocksEventReasons": 0,
     "CurrentClocksThrottleReasons": 0,
 }
@@ -107,13 +111,13 @@ class Stub:
         key = name.removeprefix("nvmlDeviceGet")
         if "Processes" in key:
             return self._list(device, key, *args[1:])
-        # The key has the questions, and the last argument takes the answer.
+        # The key has the questions, and the first of the other arguments takes the answer.
         key += "".join(f" {one.value}" for one in args[1:] if not hasattr(one, "_obj"))
         if key not in device.answers:
             return NOT_SUPPORTED
         answer = device.answers[key]
         for member, value in (answer if isinstance(answer, dict) else {"value": answer}).items():
-            setattr(args[-1]._obj, member, value)
+            setattr(next(one._obj for one in args if hasattr(one, "_obj")), member, value)
         return 0
 
     def _at(self, handle: Any) -> Device | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import getpass
 import importlib
 import os
 import shlex
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ import pynvml
 import pytest
 import torch
 
+from dataparallel.monitor.readings.cgroup import memory as usable_memory
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.nvml_devices import NO_NAMES, sees_host_processes
@@ -50,6 +53,9 @@ FIXED = {
     "sm_clock": 1755e6,
     "sm_clock_max": 1980e6,
     "memory_clock": 2619e6,
+    "performance_state": 2.0,
+    "encoder_utilization": 0.12,
+    "decoder_utilization": 0.34,
     "ecc_corrected_errors": 3.0,
     "ecc_uncorrected_errors": 0.0,
     "fan": 0.35,
@@ -85,6 +91,7 @@ def test_every_value_in_base_units(stub: Stub, source: NvmlSource, lacks: set[st
     assert device.values == pytest.approx(FIXED)
     assert (device.device, device.name, device.source) == ("cuda:0", "Stub", "nvml")
     assert (device.uuid, device.error, device.throttle) == ("GPU-0", None, ())
+    assert device.bus == "00000000:0F:00.0"
     assert reading.notes == ()
     assert reading.versions == {"driver": "570.1", "CUDA": "12.8"}
     assert [(one.pid, one.memory) for one in reading.processes] == [(77, 1000.0)]
@@ -96,8 +103,10 @@ def test_values_that_stand_for_none_are_none(stub: Stub, source: NvmlSource) -> 
     device.answers |= dict.fromkeys(("PowerUsage", "TotalEnergyConsumption", "FanSpeed"), -1)
     device.answers["UtilizationRates"] = {"gpu": -1, "memory": 25}
     device.answers["MemoryInfo_v2"] = {"total": 80 * 10**9, "used": -1, "free": 59_500_000_000}
+    device.answers["PerformanceState"] = 32
     device.fields |= {(82, 0): (1, -1), (197, 0): (3, -1)}
     missing = {"power", "energy", "utilization", "memory_used", "fan", "memory_temperature"}
+    missing.add("performance_state")
     told = {name: value for name, value in FIXED.items() if name not in missing}
     assert only(source).values == pytest.approx(told)
 
@@ -134,8 +143,8 @@ def test_a_sample_of_a_device_that_tells_all_asks_little(stub: Stub, source: Nvm
     source.read()
     before = stub.calls
     source.read()
-    # Lists of processes are asked for their length first: 21 questions, three of them twice.
-    assert stub.calls - before <= 24
+    # Lists of processes are asked for their length first: 24 questions, three of them twice.
+    assert stub.calls - before <= 27
 
 
 @pytest.mark.parametrize("code", [999, 10, 21, 6, 77])
@@ -498,20 +507,25 @@ def test_instances_come_and_go(divided: Device, stub: Stub, source: NvmlSource) 
     assert not stub.samples
 
 
-def test_unified_memory_is_not_available_and_told(stub: Stub, source: NvmlSource) -> None:
+def test_unified_memory_is_that_of_the_host(stub: Stub, source: NvmlSource) -> None:
     rates = {"UtilizationRates": {"gpu": 40, "memory": 25}, "PowerUsage": 30_000}
     stub.devices = [Device(0, rates, name="NVIDIA GB10", fields={})]
     reading = source.read()
     (device,) = reading.devices
     assert (device.name, device.error) == ("NVIDIA GB10", None)
-    told = {"utilization": 0.4, "memory_utilization": 0.25, "power": 30.0, "xid_errors": 0.0}
-    assert device.values == told
+    used, free, total = (device.value(f"memory_{part}") for part in ("used", "free", "total"))
+    assert used and free and total == used + free == usable_memory().total
+    assert device.value("utilization") == 0.4
     (note,) = reading.notes
-    assert note.startswith("cuda:0: the driver does not tell its memory; devices with unified")
+    assert note.startswith("cuda:0 has no memory of its own: what is shown is that of the host")
     # A failure that passes is no such thing.
     stub.devices[0].failures["nvmlDeviceGetMemoryInfo_v2"] = 999
     reading = source.read()
     assert (reading.devices[0].value("memory_total"), reading.notes) == (None, ())
+    # Neither has one that tells nothing at all.
+    stub.devices[0].answers.clear()
+    del stub.devices[0].failures["nvmlDeviceGetMemoryInfo_v2"]
+    assert only(source).error == explain(3)
 
 
 # --- processes -------------------------------------------------------------------------------
@@ -527,7 +541,7 @@ def test_compute_and_graphics_are_one_list(stub: Stub, source: NvmlSource) -> No
         # More than all of the time is nonsense: that sample is left out, not an older one.
         (13, 3 * GIB, 0.01),
         (11, 2 * GIB, 0.35),
-        (12, 5, None),
+        (12, 5, 0.0),
         # Memory that is not told, or more than there is.
         (14, None, 0.01),
         (15, None, 0.01),
@@ -535,6 +549,24 @@ def test_compute_and_graphics_are_one_list(stub: Stub, source: NvmlSource) -> No
     assert {one.device for one in found} == {"cuda:0"}
     stub.devices[0].processes.clear()
     assert source.read().processes == ()
+
+
+def test_a_share_holds_until_the_driver_has_had_time_for_another(
+    stub: Stub, source: NvmlSource, clock: Clock
+) -> None:
+    function, device = "nvmlDeviceGetProcessUtilization", stub.devices[0]
+    device.processes = [("Compute", 11, 7, 40)]
+    # Nothing new, for a while and for long; something new; no answer at all.
+    for code, seconds, share in (
+        (0, 0, 0.4),
+        (6, 1.9, 0.4),
+        (6, 0.1, 0.0),
+        (0, 9, 0.4),
+        (3, 0, None),
+    ):
+        device.failures[function] = code
+        clock.now += seconds
+        assert [one.utilization for one in source.read().processes] == [share]
 
 
 def test_shares_and_processes_that_may_not_be_seen(stub: Stub, source: NvmlSource) -> None:
@@ -580,7 +612,7 @@ def test_the_namespace_tells_whether_this_is_the_host(monkeypatch: pytest.Monkey
 
 def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostProcesses()
-    every = {"command", "host_memory", "name", "parent", "started", "user"}
+    every = {"command", "host_memory", "name", "parent", "running", "started", "user"}
     assert set(host.describe(ME) or ()) == every
     host.keep([ME])
     told = host.describe(ME) or {}
@@ -588,18 +620,30 @@ def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(told) == {*every, "cpu"} and host.describe(ME) is told
     host.keep([ME])
     assert (told["parent"], told["started"]) == (os.getppid(), psutil.Process().create_time())
+    assert told["started"] + told["running"] == pytest.approx(time.time(), abs=60)
     assert told["command"] == shlex.join(psutil.Process().cmdline())
-    # The number belongs to another process now.
-    monkeypatch.setattr(psutil.Process, "is_running", lambda process: False)
-    assert "cpu" not in (host.describe(ME) or {})
+    # Lasting facts are read again with another name, and all of it if the number is another process's.
+    for other, is_known in (("name", True), ("_get_ident", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, "cmdline", lambda process: [])
+            assert (host.describe(ME) or {})["command"] == told["command"]
+            host.keep([ME])
+            patch.setattr(psutil.Process, other, lambda process: "other")
+            found = host.describe(ME) or {}
+            assert (found["command"], "cpu" in found) == (None, is_known)
+        host = HostProcesses()
+        host.describe(ME)
+        host.keep([ME])
     assert host.describe(4194303) is None
 
     def denied(self: Any) -> Any:
         raise psutil.AccessDenied(ME)
 
     for hidden in ("memory_info", "username", "cmdline"):
-        monkeypatch.setattr(psutil.Process, hidden, denied)
-    assert set(HostProcesses().describe(ME) or ()) == {"name", "parent", "started"}
+        shown = getattr(psutil.Process, hidden)
+        monkeypatch.setattr(psutil.Process, hidden, functools.wraps(shown)(denied))
+    told = HostProcesses().describe(ME) or {}
+    assert set(told) == {"name", "parent", "running", "started"}
 
 
 # --- which device is which to torch ----------------------------------------------------------

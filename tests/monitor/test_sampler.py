@@ -336,6 +336,28 @@ def test_how_many_processors_can_be_used(
     assert (found.times is processor_times) == (count == 8)
 
 
+#: A controller of version 1 has a folder of its own, and -1 stands for no limit.
+OLD = {
+    OWN: "5:memory:/job\n2:cpuacct:/job\n1:cpu:/job\n0::/\n",
+    f"{GROUP}cpu/cpu.cfs_quota_us": "-1\n",
+    f"{GROUP}cpu/cpu.cfs_period_us": "100000\n",
+    f"{GROUP}cpu/job/cpu.cfs_quota_us": "50000\n",
+    f"{GROUP}cpu/job/cpu.cfs_period_us": "100000\n",
+    f"{GROUP}cpuacct/job/cpuacct.usage": "3000000000\n",
+    f"{GROUP}memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+    f"{GROUP}memory/memory.usage_in_bytes": "900000\n",
+    f"{GROUP}memory/job/memory.limit_in_bytes": "1000000\n",
+    f"{GROUP}memory/job/memory.usage_in_bytes": "700000\n",
+    f"{GROUP}memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 200000\n",
+}
+
+
+def test_limits_of_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    found = usable_processors(lay(tmp_path, OLD), count=8, affinity=range(8), clock=lambda: 7.0)
+    assert (found.count, found.times()) == (0.5, (3.0, 3.5))
+    assert memory(tmp_path) == UsableMemory(500_000, 1_000_000)
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import psutil
 
-#: Fields of a :class:`ProcessReading` that may be hidden, each on its own.
-_FIELDS: dict[str, Callable[[psutil.Process], Any]] = {
+_Facts = Mapping[str, Callable[[psutil.Process], Any]]
+
+#: Fields of a :class:`ProcessReading` that stay while a process has its name; each may be hidden.
+_LASTING: _Facts = {
     "user": lambda process: process.username(),
-    "host_memory": lambda process: float(process.memory_info().rss),
     # Processes of the kernel have none.
     "command": lambda process: shlex.join(process.cmdline()) or None,
-    "parent": lambda process: process.ppid(),
     "started": lambda process: process.create_time(),
+}
+#: Fields that change.
+_CHANGING: _Facts = {
+    "host_memory": lambda process: float(process.memory_info().rss),
+    "parent": lambda process: process.ppid(),
+    "running": lambda process: max(0.0, time.time() - process.create_time()),
 }
 
 
@@ -24,7 +31,8 @@ class HostProcesses:
     """The host's facts about a process: its name, its user, its load."""
 
     def __init__(self) -> None:
-        self._known: dict[int, psutil.Process] = {}
+        #: By number: the process, its name, and what stays.
+        self._known: dict[int, tuple[psutil.Process, str, dict[str, Any]]] = {}
         self._told: dict[int, dict[str, Any] | None] = {}
 
     def describe(self, pid: int) -> dict[str, Any] | None:
@@ -35,31 +43,38 @@ class HostProcesses:
         from the last look.
         """
         if pid not in self._told:
-            self._told[pid] = self._read(pid)
+            try:
+                self._told[pid] = self._read(pid)
+            except psutil.Error:
+                self._told[pid] = None
         return self._told[pid]
 
     def _read(self, pid: int) -> dict[str, Any] | None:
-        process = self._known.get(pid)
-        try:
-            if process is not None and process.is_running():
-                told: dict[str, Any] = {"cpu": process.cpu_percent() / 100}
-            else:
-                # Its number may belong to another one by now.
-                process = self._known[pid] = psutil.Process(pid)
-                process.cpu_percent()
-                told = {}
+        found = psutil.Process(pid)
+        process, before, lasting = self._known.get(pid, (found, None, {}))
+        if process != found:
+            # Its number belongs to another one by now.
+            process, before = found, None
+        with process.oneshot():
             # One that has ended and that nobody has waited for still has a number.
             if process.status() == psutil.STATUS_ZOMBIE:
                 return None
-            told["name"] = process.name()
-        except psutil.Error:
-            return None
-        for name, ask in _FIELDS.items():
-            with contextlib.suppress(psutil.Error, KeyError):
-                told[name] = ask(process)
-        return told
+            name, load = process.name(), process.cpu_percent() / 100
+            if name != before:
+                lasting = _ask(process, _LASTING)
+            self._known[pid] = process, name, lasting
+            told = {"name": name, **lasting, **_ask(process, _CHANGING)}
+        return told if before is None else {**told, "cpu": load}
 
     def keep(self, pids: Iterable[int]) -> None:
         """Forget all processes but these, and read them anew the next time."""
         self._told.clear()
         self._known = {pid: self._known[pid] for pid in pids if pid in self._known}
+
+
+def _ask(process: psutil.Process, facts: _Facts) -> dict[str, Any]:
+    told = {}
+    for name, ask in facts.items():
+        with contextlib.suppress(psutil.Error, KeyError):
+            told[name] = ask(process)
+    return told

@@ -53,6 +53,10 @@ class Metric:
 METRICS: tuple[Metric, ...] = (
     Metric("utilization", "ratio", "share of time in which a kernel ran"),
     Metric("memory_utilization", "ratio", "share of time in which memory was read or written"),
+    *(
+        Metric(f"{what}_utilization", "ratio", f"share of time in which the video {what} ran")
+        for what in ("encoder", "decoder")
+    ),
     Metric("memory_used", "bytes", "memory in use, by all processes"),
     Metric("memory_free", "bytes", "memory that is free"),
     Metric("memory_total", "bytes", "memory that there is"),
@@ -64,6 +68,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sm_clock", "Hz", "clock of the processors"),
     Metric("sm_clock_max", "Hz", "highest clock of the processors"),
     Metric("memory_clock", "Hz", "clock of the memory"),
+    Metric("performance_state", "count", "from 0, the fastest, to 15; as nvidia-smi's P0"),
     Metric("pcie_sent", "bytes/s", "sent over PCIe"),
     Metric("pcie_received", "bytes/s", "received over PCIe"),
     Metric("nvlink_sent", "bytes/s", "sent over NVLink"),

@@ -218,6 +218,7 @@ class NvmlSource:
                 throttle,
                 error=error,
                 index=str(slot.index),
+                bus=slot.bus,
             ),
             listed,
             [] if error else self._notes(slot, device, values),
@@ -242,7 +243,7 @@ class NvmlSource:
                 utilization=share,
                 **((self._host.describe(pid) or {}) if self._sees_host else {}),
             )
-            for pid, (memory, share) in processes.read(total).items()
+            for pid, (memory, share) in processes.read(total, self._clock()).items()
         ]
 
     def _names(self) -> Names:
@@ -255,8 +256,15 @@ class NvmlSource:
     # --- what cannot be read ---------------------------------------------------------------------
 
     def _lost(self, slot: Slot, device: str) -> DeviceReading:
-        name, index = slot.name, str(slot.index)
-        return DeviceReading(device, name, self.name, slot.uuid, error=slot.error, index=index)
+        return DeviceReading(
+            device,
+            slot.name,
+            self.name,
+            slot.uuid,
+            error=slot.error,
+            index=str(slot.index),
+            bus=slot.bus,
+        )
 
     def _nothing(self, error: NvmlUnavailable) -> SourceReading:
         """Return the devices that there were, each with the reason why it cannot be read."""
@@ -274,11 +282,10 @@ class NvmlSource:
                 f"{device}: the driver tells no utilization of a device that is divided by MIG, "
                 "nor of its instances; from the H100 on, sm_active tells how busy an instance is"
             )
-        if "memory_total" not in values and errors.get(MEMORY) == NOT_SUPPORTED:
+        if errors.get(MEMORY) == NOT_SUPPORTED:
             notes.append(
-                f"{device}: the driver does not tell its memory; devices with unified memory "
-                "(GB10) share that of the host: look at the host's, and at "
-                "torch.cuda.mem_get_info()"
+                f"{device} has no memory of its own: what is shown is that of the host, which all "
+                "processes share; torch.cuda.mem_get_info() tells what is free"
             )
         denied = [name for name, code in errors.items() if code == NO_PERMISSION]
         if denied:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dataparallel.monitor.readings import cgroup
 from dataparallel.monitor.readings.nvml_query import (
     LOST,
+    NOT_FOUND,
+    NOT_SUPPORTED,
     TIMEOUT,
     UNKNOWN,
     DeviceLost,
@@ -30,6 +33,9 @@ _MHZ, _MIB = 1_000_000, 2**20
 #: The function that tells the memory.
 MEMORY = "nvmlDeviceGetMemoryInfo"
 
+#: The value for a state that is not known.
+_NO_STATE = ("performance_state", 32)
+
 #: Metric, function and what it is given, and what its number is multiplied with and divided by to
 #: be in base units. For one metric, the functions in the order in which they are tried.
 _NUMBERS: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = (
@@ -45,6 +51,10 @@ _NUMBERS: tuple[tuple[str, str, tuple[int, ...], int, int], ...] = (
     ("ecc_corrected_errors", "nvmlDeviceGetTotalEccErrors", (_CORRECTED, _SINCE_LOADED), 1, 1),
     ("ecc_uncorrected_errors", "nvmlDeviceGetTotalEccErrors", (_UNCORRECTED, _SINCE_LOADED), 1, 1),
     ("fan", "nvmlDeviceGetFanSpeed", (), 1, 100),
+    ("performance_state", "nvmlDeviceGetPerformanceState", (), 1, 1),
+    # These tell over how many microseconds, too.
+    ("encoder_utilization", "nvmlDeviceGetEncoderUtilization", (), 1, 100),
+    ("decoder_utilization", "nvmlDeviceGetDecoderUtilization", (), 1, 100),
 )
 
 
@@ -53,7 +63,9 @@ def read_numbers(query: Query, handle: Any) -> dict[str, float]:
     values: dict[str, float] = {}
     for metric, function, args, times, per in _NUMBERS:
         value = None if metric in values else query(function, handle, *args)
-        if value is not None:
+        if isinstance(value, list):
+            value = number(value[0])
+        if value is not None and (metric, value) != _NO_STATE:
             values[metric] = value * times / per
     rates = query("nvmlDeviceGetUtilizationRates", handle)
     if rates is not None:
@@ -69,6 +81,12 @@ def read_memory(query: Query, handle: Any) -> dict[str, float]:
         return {}
     found = {name: number(getattr(memory, name)) for name in ("used", "free", "total")}
     return {f"memory_{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def memory_of_host() -> dict[str, float]:
+    """Return the memory of a device that has none of its own (GB10): that of the host."""
+    used, total = map(float, cgroup.memory())
+    return {"memory_used": used, "memory_free": max(0.0, total - used), "memory_total": total}
 
 
 # --- why a device is slowed down -------------------------------------------------------------
@@ -275,6 +293,7 @@ class Gpm:
 
 # --- processes ---------------------------------------------------------------------------------
 
+_SHARES = "nvmlDeviceGetProcessUtilization"
 #: The functions that list them.
 LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
 
@@ -299,6 +318,10 @@ def sees_host_processes(read_link: Callable[[str], str] = os.readlink) -> bool:
         return not os.path.isdir("/proc")
 
 
+#: The driver samples shares up to once a second: for so many seconds the last one holds.
+_SHARE_HOLDS = 2.0
+
+
 class Processes:
     """A reader of the processes on one device or MIG instance."""
 
@@ -306,8 +329,12 @@ class Processes:
         self._query = query
         self._handle = handle
         self._seen = 0
+        #: By process its share of the device's time, and when that was new.
+        self._shares: dict[int, tuple[float, float]] = {}
 
-    def read(self, memory_total: float | None) -> dict[int, tuple[float | None, float | None]]:
+    def read(
+        self, memory_total: float | None, now: float
+    ) -> dict[int, tuple[float | None, float | None]]:
         """Per process its memory and its share of the device's time, the largest memory first.
 
         More memory than the device has, ``memory_total``, cannot be held.
@@ -322,20 +349,27 @@ class Processes:
                 if one.pid:
                     known = [value for value in (memory.get(one.pid), held) if value is not None]
                     memory[one.pid] = max(known, default=None)
-        shares = self._shares() if memory else {}
+        shares = self._read_shares(memory, now) if memory else {}
         order = sorted(memory, key=lambda pid: -(memory[pid] or 0))
         return {pid: (memory[pid], shares.get(pid)) for pid in order}
 
-    def _shares(self) -> dict[int, float]:
-        """Per process its share of the device's time, as it was sampled last."""
-        samples = self._query("nvmlDeviceGetProcessUtilization", self._handle, self._seen)
-        shares: dict[int, float] = {}
+    def _read_shares(self, pids: Iterable[int], now: float) -> dict[int, float]:
+        """Return the last share of each process, 0 after a while without one, if any is told."""
+        samples = self._query(_SHARES, self._handle, self._seen)
         for one in sorted(samples or (), key=lambda one: one.timeStamp):
             share = number(one.smUtil)
             if one.pid and share is not None and share <= 100:
-                shares[one.pid] = share / 100
+                self._shares[one.pid] = share / 100, now
                 self._seen = max(self._seen, one.timeStamp)
-        return shares
+        none = (0.0, now)
+        self._shares = {pid: self._shares.get(pid, none) for pid in pids}
+        # None were found since the last ones: they are told all the same.
+        is_told = samples or self._query.errors.get(_SHARES) == NOT_FOUND
+        return {
+            pid: share if now - since < _SHARE_HOLDS else 0.0
+            for pid, (share, since) in self._shares.items()
+            if self._seen and is_told
+        }
 
 
 # --- errors that devices report by themselves (XID) --------------------------------------------
@@ -419,13 +453,15 @@ class WholeDevice:
 
     def values(self, now: float) -> dict[str, float]:
         """Return the metrics that are available; none if the device answers nothing."""
-        return {
+        values = {
             **read_numbers(self._query, self.handle),
             **read_memory(self._query, self.handle),
             **self._fields.read(now),
             # Later entries win: the driver's own differences are more exact.
             **self._gpm.read(),
         }
+        shares_memory = values and self._query.errors.get(MEMORY) == NOT_SUPPORTED
+        return {**values, **memory_of_host()} if shares_memory else values
 
     def throttle(self) -> tuple[str, ...]:
         """Return the reasons, in words, why the device is slowed down."""
@@ -468,6 +504,7 @@ class Slot:
         #: None if it never answered.
         self.uuid: str | None = None
         self.name = "a device that does not answer"
+        self.bus: str | None = None
         #: Reads it; None while it does not answer, and why.
         self.device: WholeDevice | None = None
         self.error: str | None = None
@@ -491,6 +528,8 @@ class Slot:
         self.device = WholeDevice(query, handle)
         self.uuid, self.error = self.uuid or uuid, None
         self.name = str(name or "a device without a name")
+        address = query("nvmlDeviceGetPciInfo", handle)
+        self.bus = address and str(address.busId)
 
     def divide(self, query: Query) -> None:
         """Find the MIG instances that there are now, and give back those that are no more."""

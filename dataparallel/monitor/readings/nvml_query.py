@@ -14,6 +14,7 @@ UNINITIALIZED = 1
 INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
 NO_PERMISSION = 4
+NOT_FOUND = 6
 TIMEOUT = 10
 LIBRARY_NOT_FOUND = 12
 FUNCTION_NOT_FOUND = 13
@@ -37,7 +38,7 @@ MEANINGS: dict[int, tuple[str, str]] = {
     INVALID_ARGUMENT: ("the driver does not know this question", _UPDATE),
     NOT_SUPPORTED: ("the device cannot tell this", "nothing can be done about it"),
     NO_PERMISSION: ("not permitted", _ALLOW),
-    6: ("the device is not there any more", _RESET),
+    NOT_FOUND: ("the device is not there any more", _RESET),
     8: ("the device's power cables are not plugged in", "plug them in and reboot"),
     9: ("NVIDIA's driver is not loaded", _LOAD),
     TIMEOUT: ("the driver did not answer in time", "it is asked again at the next sample"),

@@ -28,6 +28,7 @@ class DeviceReading:
         error: The reason why nothing could be read; None if all is well.
         index: Its number for ``nvidia-smi``, ``"0:1"`` for the second instance of device 0; None
             where it has none.
+        bus: Its address on the PCI bus, as ``"00000000:0F:00.0"``; likewise.
     """
 
     device: str
@@ -39,6 +40,7 @@ class DeviceReading:
     parent: str | None = None
     error: str | None = None
     index: str | None = None
+    bus: str | None = None
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.values if name not in BY_NAME]
@@ -76,6 +78,7 @@ class ProcessReading:
         command: The whole command line; likewise.
         parent: Number of the process that has started it; likewise.
         started: When it was started, in seconds since 1970; likewise.
+        running: For how many seconds it has run; likewise.
     """
 
     device: str
@@ -89,6 +92,7 @@ class ProcessReading:
     command: str | None = None
     parent: int | None = None
     started: float | None = None
+    running: float | None = None
 
 
 @dataclass(frozen=True)
