@@ -622,7 +622,7 @@ def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert (told["parent"], told["started"]) == (os.getppid(), psutil.Process().create_time())
     assert told["started"] + told["running"] == pytest.approx(time.time(), abs=60)
     assert told["command"] == shlex.join(psutil.Process().cmdline())
-    # Lasting facts are read again with another name, and all of it if the number is another process's.
+    # Lasting facts are read again with another name, and all of it of another process.
     for other, is_known in (("name", True), ("_get_ident", False)):
         with monkeypatch.context() as patch:
             patch.setattr(psutil.Process, "cmdline", lambda process: [])
