@@ -190,7 +190,7 @@ for command in {!r}:
     except SystemExit:
         pass
 """
-ASKED = "import dataparallel.monitor as m; m.devices(); m.processes(); m.Collector(only='cpu')"
+ASKED = "import dataparallel.monitor as m; m.devices(); m.processes()"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A view of a run from inside: the phase of each replica, and advice.
 
-And the devices, for whoever asks: :func:`devices`, :func:`processes` and :class:`Collector`.
+And the devices, for whoever asks: :func:`devices` and :func:`processes`.
 """
 
 import importlib as _importlib
@@ -9,7 +9,6 @@ import typing as _typing
 from dataparallel.errors import needs_extra as _needs_extra
 
 if _typing.TYPE_CHECKING:
-    from dataparallel.monitor.collector import Collector as Collector
     from dataparallel.monitor.machine import devices as devices
     from dataparallel.monitor.machine import processes as processes
     from dataparallel.monitor.readings.reading import DeviceReading as DeviceReading
@@ -21,7 +20,6 @@ if _typing.TYPE_CHECKING:
 
 #: The module of each name, which is imported when somebody asks for it; some need the extra.
 _PLACES = {
-    "Collector": "collector",
     "DeviceReading": "readings.reading",
     "ProcessReading": "readings.reading",
     "ReplicaStep": "record",
@@ -43,7 +41,6 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 __all__ = [
-    "Collector",
     "DeviceReading",
     "ProcessReading",
     "ReplicaStep",

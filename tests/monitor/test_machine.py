@@ -1,10 +1,8 @@
-"""Devices and processes for programs, and statistics of them under tags."""
+"""Devices and processes for programs."""
 
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,66 +101,6 @@ def test_devices_have_the_names_of_this_process(
     cuda = tuple(torch.device("cuda", index) for index in range(2))
     monkeypatch.setattr("dataparallel.devices.accelerators", lambda: cuda)
     assert [one.device for one in monitor.devices()] == names
-
-
-# --- statistics ------------------------------------------------------------------------------
-
-
-def test_a_collector_tells_mean_least_most_and_what_has_grown(always: Stub) -> None:
-    first = always.devices[0]
-    collector = monitor.Collector(interval=3600, only=["cuda:0"])
-
-    def draw(power: int, energy: int) -> None:
-        first.answers |= {"PowerUsage": power * 1000, "TotalEnergyConsumption": energy * 1000}
-
-    draw(900, 50)
-    with collector.tag("train"):
-        draw(100, 80)
-        with collector.tag("step"):
-            draw(400, 90)
-    draw(900, 500)
-    with collector.tag("train"):
-        draw(100, 503)
-    train, step = collector.collect("train"), collector.collect("step")
-    assert {name.split("/")[1] for name in train} == {"cuda:0"}
-    power = [train[f"train/cuda:0/power_watts/{kind}"] for kind in ("mean", "min", "max")]
-    # Each end of a tag is a reading of all that are open.
-    assert power == [300.0, 100.0, 400.0]
-    assert train["train/cuda:0/energy_joules/increase"] == 43.0
-    assert step["step/cuda:0/energy_joules/increase"] == 10.0
-    assert train["train/cuda:0/memory_used_bytes/max"] == 20e9
-    assert collector.collect("train") == {}
-    with collector.tag("train"):
-        draw(200, 600)
-        assert collector.collect("train")["train/cuda:0/energy_joules/increase"] == 97.0
-        draw(200, 601)
-    assert collector.collect("train")["train/cuda:0/energy_joules/increase"] == 1.0
-    collector.close()
-    collector.close()
-
-
-def test_a_collector_reads_by_itself_within_a_tag(always: Stub) -> None:
-    before = threading.active_count()
-    with monitor.Collector(interval=0.001) as collector:
-        for _ in range(2):
-            with collector.tag("train"):
-                calls, deadline = always.calls, time.monotonic() + 60
-                while always.calls < calls + 300:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.001)
-            assert collector.collect("train")["train/cuda:1/power_watts/mean"] == 300.5
-            collector.close()
-    assert threading.active_count() == before
-
-
-def test_mistakes_with_a_collector_are_explained(two: Stub) -> None:
-    with pytest.raises(ValueError, match=r"there is no device '7'; there are: 0 \(cuda:0\), 1"):
-        monitor.Collector(only=[7])
-    with pytest.raises(ValueError, match="interval must be a number of seconds above 0, but got 0"):
-        monitor.Collector(interval=0)
-    collector = monitor.Collector()
-    with pytest.raises(ValueError, match="there is no tag 'x'; there are: none yet"):
-        collector.collect("x")
 
 
 # --- which devices ---------------------------------------------------------------------------
