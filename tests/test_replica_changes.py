@@ -155,7 +155,7 @@ def test_monitor_and_balance(wrapper: Any) -> None:
         state = monitor.state()
     assert balancer.speeds is not None and len(balancer.speeds) == 3
     assert state.info.devices == ("virtual:0", "virtual:2", "virtual:1")
-    assert len(state.totals) == len(state.memory) == len(state.now) == 3
+    assert len(state.main.seconds) == len(state.memory) == len(state.now) == 3
     # The step before a change has no record: it ends with the next forward.
     assert [len(record.replicas) for record in seen] == [3, 3, 2, 2, 3, 3, 3]
     assert [record.number for record in seen] == [1, 2, 1, 2, 1, 2, 3]

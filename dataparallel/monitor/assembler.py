@@ -14,6 +14,11 @@ and end, and its phases add up to the time between. The step is as long as the h
 
 When replicas are dropped or added, all begins anew, with step 1.
 
+The time before the first span of a step is the phase ``input``. It is a ``pause`` if it is over 5
+times as long as the usual step of this kind, pauses aside. Saving and evaluating take so long, and
+not at each step. If more than a tenth of the steps begin like that, it is the way of the run, as
+with a loader that is late.
+
 Note [A device's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Two events of one device tell how long it took from one to the other, not when that was. An event
@@ -29,7 +34,10 @@ are added up from event to event.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
+import statistics
 import threading
 import time
 import weakref
@@ -49,12 +57,17 @@ from torch.utils.hooks import RemovableHandle
 
 from dataparallel.devices import runs_behind, synchronize, timing_event
 from dataparallel.monitor.module_spans import parameters_of
-from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
+from dataparallel.monitor.record import Kind, ReplicaStep, Segment, StepRecord
 from dataparallel.threads import Phase
 from dataparallel.threads.timeline import Listener, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
+#: The time before a step is a pause if it takes so many times as long as the median of the last
+#: steps, and so few of them have one; and from how many steps on that can be told.
+_LONG = 5.0
+_RARE = 0.1
+_RECENT, _KNOWN = 100, 5
 #: A device is done about when the host is, if it needs at most so many nanoseconds longer, and this
 #: share of the time of the phase.
 _LATENCY = 50_000
@@ -153,7 +166,7 @@ class StepAssembler:
         self._explicit = False
         self._step: _Step | None = None
         self._ended: deque[tuple[int, _Step]] = deque(maxlen=keep)
-        self.num_steps = self.num_samples = 0
+        self.num_steps = 0
         #: Processor seconds that records for ``on_step`` have taken.
         self.seconds = 0.0
         self._use_devices(())
@@ -163,6 +176,7 @@ class StepAssembler:
         self._clocks = {device: _DeviceClock(device) for device in devices}
         #: The time at which each replica was done with the step before.
         self._last_end = [0] * len(self._devices)
+        self._pauses: dict[Kind, _Pauses] = {}
 
     # --- what is told ----------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class StepAssembler:
         self._tell_all()
         with self._lock, self._reading:
             self._ended.clear()
-            self.num_steps = self.num_samples = 0
+            self.num_steps = 0
             self._use_devices(self._timeline.devices)
             if self._step is not None:
                 self._step = _Step(time.perf_counter_ns())
@@ -247,7 +261,6 @@ class StepAssembler:
     def _close(self, step: _Step, end: int | None = None) -> _Step:
         """End a step; returns the next one."""
         self.num_steps += 1
-        self.num_samples += sum(step.sizes)
         new = _Step(step.close(end))
         self._ended.append((self.num_steps, step))
         return new
@@ -288,18 +301,22 @@ class StepAssembler:
         intervals, bound = self._intervals(step)
         # The loss of all is the first replica's; the replicas' backwards may take turns.
         backwards = [b for own in intervals for phase, b, _ in own if phase == "backward"]
-        replicas = []
-        for i, device in enumerate(self._devices):
+        each = []
+        for i in range(len(self._devices)):
             # Steps between may have been forgotten, and their time with them.
             begin = max(self._last_end[i], step.begin)
             end = max([step.end, *[interval[2] for interval in intervals[i]]])
             self._last_end[i] = end
-            segments = _segments(intervals[i], begin, end, None if i else backwards)
-            samples = step.sizes[i] if i < len(step.sizes) else 0
-            replicas.append(ReplicaStep(i, str(device), samples, segments, bound[i]))
+            each.append(_segments(intervals[i], begin, end, None if i else backwards))
+        kind: Kind = "train" if step.had_backward or step.had_optimizer else "inference"
+        if self._pauses.setdefault(kind, _Pauses()).add(each):
+            each = [_with_pause(segments) for segments in each]
+        sizes = itertools.chain(step.sizes, itertools.repeat(0))
+        rows = zip(self._devices, sizes, each, bound, strict=False)
+        replicas = [ReplicaStep(i, str(row[0]), *row[1:]) for i, row in enumerate(rows)]
         return StepRecord(
             number,
-            "train" if step.had_backward or step.had_optimizer else "inference",
+            kind,
             (step.begin + self._to_unix) / 1e9,
             (step.end - step.begin) / 1e9,
             sum(step.sizes),
@@ -357,6 +374,13 @@ def _segments(
     return tuple(segments)
 
 
+def _with_pause(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Return segments whose time before the first span is a pause."""
+    if not segments or segments[0].phase != "input":
+        return segments
+    return dataclasses.replace(segments[0], phase="pause"), *segments[1:]
+
+
 def _with_gaps(
     intervals: list[_Interval], begin: int, end: int, backwards: Sequence[int] | None
 ) -> list[_Interval]:
@@ -379,6 +403,26 @@ def _with_gaps(
                 found.append(("loss", outputs, min(start, earliest)))
                 outputs = None
     return found
+
+
+class _Pauses:
+    """The last steps of one kind, beside which a pause is long."""
+
+    def __init__(self) -> None:
+        self._lengths: deque[float] = deque(maxlen=_RECENT)
+        self._are_long: deque[bool] = deque(maxlen=_RECENT)
+
+    def add(self, each: Sequence[Sequence[Segment]]) -> bool:
+        """True if a step, which is known by the segments of its replicas, begins with a pause."""
+        starts = [segments[0] for segments in each if segments and segments[0].phase == "input"]
+        gap = max((one.end for one in starts), default=0.0)
+        length = max((segments[-1].end for segments in each if segments), default=0.0)
+        usual = statistics.median(self._lengths) if len(self._lengths) >= _KNOWN else math.inf
+        self._are_long.append(gap > _LONG * usual)
+        few = max(1.0, _RARE * len(self._are_long))
+        is_pause = self._are_long[-1] and sum(self._are_long) <= few
+        self._lengths.append(length - gap if is_pause else length)
+        return is_pause
 
 
 class _DeviceClock:

@@ -9,7 +9,7 @@ watcher's shell.
 
 Whoever connects gets one line of JSON, and the run closes the connection. It reads nothing::
 
-    {"version": 3, "state": {"pid": 4711, ...}}      or      {"version": 3, "error": "..."}
+    {"version": 4, "state": {"pid": 4711, ...}}      or      {"version": 4, "error": "..."}
 
 A socket on which nobody listens is what a dead process has left behind. Its number does not tell if
 it is dead: that may have been given to another process, or belong to a container. So a socket gets
@@ -38,7 +38,7 @@ from dataparallel.monitor.run import RunState
 _log = logging.getLogger("dataparallel")
 
 #: Version of the protocol.
-VERSION = 3
+VERSION = 4
 #: Variable that names another folder.
 VARIABLE = "DATAPARALLEL_MONITOR_DIR"
 _NAME = re.compile(r"(\d+)\.(\d+)\.sock")

@@ -14,6 +14,7 @@ Note [Estimated gains]
 Each cause of lost time that is found is priced in seconds per step, from what was measured:
 
     input           all of it: loading can go on beside the step
+    pauses          all of them, if there are several: saving can go on beside the steps
     slow replica    the slowest replica's computing, minus that of the split that suits the speeds
     reduce          half of the waiting, with half as many bytes
     loss            what of it the other replicas could do, and half of the gathering
@@ -40,13 +41,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.record import Kind, StepRecord
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads import PHASES, Phase
 
 #: Less than this share of a step is not worth a change, and the first one has to save more: less is
 #: what healthy runs show. From the third one on, it is a warning.
 _WORTHWHILE, _CLEAR, _MUCH = 0.03, 0.1, 0.15
+#: Fewer long pauses may be anything, and be over.
+_SEVERAL = 3
 #: The slowest replica is a straggler if it takes so much longer than the mean, and so with ranks.
 NOTABLE = 0.1
 #: One of several replicas on a device is slower for a reason of its own only if it is so nearly
@@ -108,11 +111,17 @@ class StepWindow(NamedTuple):
     seconds: float
     samples: float
     replicas: Sequence[ReplicaTotals]
-    #: The kind of its last step; None if that is unknown.
-    kind: str | None
+    kind: Kind
     begins_run: bool
+    #: How many of them began with a long pause.
+    pauses: int = 0
     #: The last step by itself, if it is known.
     last: StepWindow | None = None
+
+    @property
+    def pause(self) -> float:
+        """Seconds of long pauses."""
+        return max((one.seconds.get("pause", 0.0) for one in self.replicas), default=0.0)
 
     @staticmethod
     def of(step: StepRecord) -> StepWindow:
@@ -120,7 +129,8 @@ class StepWindow(NamedTuple):
         replicas = [
             ReplicaTotals(one.samples, one.seconds, one.host_bound) for one in step.replicas
         ]
-        return StepWindow(1, step.seconds, step.samples, replicas, step.kind, step.number == 1)
+        begins, pauses = step.number == 1, int(step.has_pause)
+        return StepWindow(1, step.seconds, step.samples, replicas, step.kind, begins, pauses)
 
 
 @dataclass(frozen=True)
@@ -160,6 +170,8 @@ class RunTotals:
     own_phases: tuple[Phase, ...]
     #: Seconds per step in which devices wait for the host, the mean over the replicas.
     host_bound: float = 0.0
+    #: How many steps began with a long pause.
+    pauses: int = 0
 
     @property
     def step_seconds(self) -> float:
@@ -206,6 +218,7 @@ def add_up(windows: Sequence[StepWindow], info: RunInfo) -> RunTotals:
         own_phases,
         sum(one.host_bound for window in windows for one in window.replicas)
         / (max(1, number) * len(info.devices)),
+        sum(window.pauses for window in windows),
     )
 
 
@@ -310,6 +323,7 @@ def find_changes(
         return [Finding("unknown", "No step has ended yet, so there is nothing to tell.")]
     found = [
         _input(totals),
+        _pauses(totals),
         _scatter(totals, info),
         _straggler(totals, straggler, slowed or {}),
         _outputs(totals),
@@ -364,6 +378,21 @@ def _input(totals: RunTotals) -> Finding:
         "accelerators), and do less between steps: printing, .item() and checkpoints count too.",
         input_seconds=waiting,
     )
+
+
+def _pauses(totals: RunTotals) -> Finding | None:
+    """Tell what is lost in few long pauses. See Note [Where a step ends]."""
+    if totals.pauses < _SEVERAL:
+        return None
+    seconds = totals.mean("pause")
+    each = duration(seconds * totals.num_steps / totals.pauses)
+    text = (
+        f"{totals.pauses} long pauses of {each}, {_share(totals, seconds)} of the time, all "
+        "between steps: checkpoint, evaluation, printing. Pause less often, or save in the "
+        "background (dataparallel.checkpoint.save with asynchronous=True). If about every "
+        "num_workers-th step waits like that, the DataLoader is late: give it more workers."
+    )
+    return _change(totals, "pauses", seconds, text, pauses=totals.pauses, pause_seconds=seconds)
 
 
 def _scatter(totals: RunTotals, info: RunInfo) -> Finding:
@@ -607,3 +636,12 @@ def _idle_of_all(totals: RunTotals, straggler: Straggler | None) -> float:
 def percent(share: float) -> str:
     """Return a share from 0 to 1, for example ``28 %``."""
     return f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with a unit that fits."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        # Three digits of 0.9996 s are 1 s, not 1e+03 ms.
+        if seconds >= 0.9995 * factor:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
+    return f"{seconds * 1e6:.3g} µs"

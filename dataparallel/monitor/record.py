@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from dataparallel.monitor.from_json import record_of
 from dataparallel.threads import PHASES, Phase
+
+Kind: TypeAlias = Literal["train", "inference"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,17 @@ class StepRecord:
     """
 
     number: int
-    kind: Literal["train", "inference"]
+    kind: Kind
     time: float
     seconds: float
     samples: int
     replicas: tuple[ReplicaStep, ...]
     calls: int = 1
+
+    @property
+    def has_pause(self) -> bool:
+        """True if it began with a pause that was far longer than the usual step."""
+        return any(one.segments and one.segments[0].phase == "pause" for one in self.replicas)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as values for ``json``; see :meth:`from_json`."""
@@ -83,3 +91,44 @@ class StepRecord:
     def from_json(data: Any) -> StepRecord:
         """Return the record that :meth:`to_json` has described; a ValueError if it is none."""
         return record_of(StepRecord, data, "record of a step")
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """All steps of one kind, added up.
+
+    Attributes:
+        steps: How many there were.
+        samples: How many samples they had, in this process.
+        seconds: Per replica and phase, their seconds.
+        host_bound: Per replica, the seconds in which its device waited for the host to issue work;
+            see :class:`ReplicaStep`.
+        pauses: How many of them began with a long pause.
+    """
+
+    steps: int
+    samples: int
+    seconds: tuple[Mapping[Phase, float], ...]
+    host_bound: tuple[float, ...]
+    pauses: int = 0
+
+    @staticmethod
+    def none(num_replicas: int) -> StepTotals:
+        """Return the totals of no steps."""
+        return StepTotals(0, 0, ({},) * num_replicas, (0.0,) * num_replicas)
+
+    def plus(self, step: StepRecord, times: int) -> StepTotals:
+        """Return the totals with a step that counts several times."""
+        seconds = []
+        for total, replica in zip(self.seconds, step.replicas, strict=True):
+            own = replica.seconds
+            phases = [phase for phase in PHASES if phase in total or phase in own]
+            seconds.append({p: total.get(p, 0.0) + times * own.get(p, 0.0) for p in phases})
+        bound = zip(self.host_bound, step.replicas, strict=True)
+        return StepTotals(
+            self.steps + times,
+            self.samples + times * step.samples,
+            tuple(seconds),
+            tuple(before + times * replica.host_bound for before, replica in bound),
+            self.pauses + times * step.has_pause,
+        )

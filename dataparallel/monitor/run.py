@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dataparallel.monitor.from_json import record_of
-from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.record import Kind, StepRecord, StepTotals
 from dataparallel.threads import Phase
 
 
@@ -69,16 +69,12 @@ class RunState:
         number: The number of the monitor among those of its process, from 0.
         time: The moment, in seconds since 1970.
         started: When watching began, likewise.
-        num_steps: How many steps there were.
-        num_samples: How many samples they had, in this process.
         info: The facts that do not change.
         now: Per replica the phase in which it is, and for how many seconds already.
-        totals: Per replica and phase the seconds of all steps so far.
+        kinds: All steps so far, by kind: those that train, and those without gradients.
         memory: Per replica, the bytes that torch's tensors occupy on its device; 0 on the CPU.
         last: The last step that has ended; None if there is none.
         monitor_seconds: Processor seconds that watching itself has taken in this process.
-        host_bound: Per replica the seconds of all steps so far in which its device waited for the
-            host to issue work; see :class:`ReplicaStep`.
         memory_peak: Per replica, the most bytes that tensors have occupied; 0 on the CPU.
         memory_total: Per replica, the bytes that its device has; 0 on the CPU.
         memory_retries: Per replica, how often the allocator had to give back its cache and try
@@ -92,15 +88,12 @@ class RunState:
     number: int
     time: float
     started: float
-    num_steps: int
-    num_samples: int
     info: RunInfo
     now: tuple[tuple[Phase, float], ...]
-    totals: tuple[Mapping[Phase, float], ...]
+    kinds: Mapping[Kind, StepTotals]
     memory: tuple[int, ...]
     last: StepRecord | None
     monitor_seconds: float = 0.0
-    host_bound: tuple[float, ...] = ()
     memory_peak: tuple[int, ...] = ()
     memory_total: tuple[int, ...] = ()
     memory_retries: tuple[int, ...] = ()
@@ -109,6 +102,17 @@ class RunState:
     def monitor_share(self) -> float:
         """The share of a processor that watching has taken since it began."""
         return self.monitor_seconds / max(1e-9, self.time - self.started)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of all kinds so far."""
+        return sum(one.steps for one in self.kinds.values())
+
+    @property
+    def main(self) -> StepTotals:
+        """The steps that train; if none does, the others."""
+        none = StepTotals.none(len(self.now))
+        return self.kinds.get("train") or self.kinds.get("inference", none)
 
     @property
     def order(self) -> tuple[str, int, int, int]:
@@ -134,7 +138,8 @@ class RunState:
     def check(self) -> None:
         """Raise a ValueError unless all that is told per replica is told of each one."""
         count = len(self.info.devices)
-        each = (self.info.uuids, self.now, self.totals, self.memory, self.host_bound)
+        each: list[Sized] = [self.info.uuids, self.now, self.memory]
+        each += [told for one in self.kinds.values() for told in (one.seconds, one.host_bound)]
         # Left out by older versions.
         later = filter(None, (self.memory_peak, self.memory_total, self.memory_retries))
         if any(len(told) != count for told in (*each, *later)):

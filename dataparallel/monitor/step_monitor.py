@@ -24,12 +24,11 @@ from dataparallel.monitor.describe import describe_run, name_of_job, rank_of_pro
 from dataparallel.monitor.findings import StepWindow
 from dataparallel.monitor.loggers import MetricsLogger
 from dataparallel.monitor.module_spans import ModuleSpans, device_of
-from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.record import Kind, StepRecord, StepTotals
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary, summarize
 from dataparallel.monitor.trace import write_timeline
 from dataparallel.parallel.data_parallel import DataParallel
-from dataparallel.threads import Phase
 from dataparallel.threads.timeline import Listener, Timeline
 
 P = ParamSpec("P")
@@ -136,8 +135,7 @@ class StepMonitor:
         self._started = time.time()
         self._last_number = 0
         devices = self._devices = self._timeline.devices
-        self._totals: list[dict[Phase, float]] = [{} for _ in devices]
-        self._host_bound = [0.0] * len(devices)
+        self._kinds: dict[Kind, StepTotals] = {}
         self._retries = [memory_of(device).retries for device in devices]
         self._seconds_before = self._seconds()
 
@@ -192,15 +190,13 @@ class StepMonitor:
         if not records:
             return
         # Steps that were forgotten before anybody asked count like the others.
-        number = records[-1].number
-        factor = (number - self._last_number) / len(records)
-        self._last_number = number
-        for record in records:
+        count = records[-1].number - self._last_number
+        self._last_number += count
+        for i, record in enumerate(records):
             self._steps.append(record)
-            for i, (total, replica) in enumerate(zip(self._totals, record.replicas, strict=True)):
-                self._host_bound[i] += factor * replica.host_bound
-                for phase, seconds in replica.seconds.items():
-                    total[phase] = total.get(phase, 0.0) + factor * seconds
+            before = self._kinds.get(record.kind) or StepTotals.none(len(record.replicas))
+            times = (i + 1) * count // len(records) - i * count // len(records)
+            self._kinds[record.kind] = before.plus(record, times)
 
     def _on_devices(self, kept: Sequence[int | None]) -> None:
         """Replicas were dropped or added: what is kept is about those that there are now."""
@@ -263,8 +259,7 @@ class StepMonitor:
         """Return the run as it is now, as it is published."""
         steps = self.steps
         with self._lock:
-            totals = tuple(dict(total) for total in self._totals)
-            host_bound, retries = tuple(self._host_bound), tuple(self._retries)
+            kinds, retries = dict(self._kinds), tuple(self._retries)
         timeline = self._timeline
         memory = [memory_of(device) for device in timeline.devices]
         # In this order: what has begun by now has begun before.
@@ -279,19 +274,16 @@ class StepMonitor:
             number=self._number,
             time=self._stopped or time.time(),
             started=self._started,
-            num_steps=self._assembler.num_steps,
-            num_samples=self._assembler.num_samples,
             info=describe_run(
                 self._model,
                 timeline,
                 "" if self._optimizers is None else self._optimizers.faster_option,
             ),
             now=tuple((phase, (now - since) / 1e9 if since else 0.0) for phase, since in phases),
-            totals=totals,
+            kinds=kinds,
             memory=tuple(memory_allocated(device) for device in timeline.devices),
             last=steps[-1] if steps else None,
             monitor_seconds=self._seconds() - self._seconds_before,
-            host_bound=host_bound,
             memory_peak=tuple(one.peak for one in memory),
             memory_total=tuple(one.total for one in memory),
             memory_retries=tuple(

@@ -7,7 +7,6 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from dataparallel.monitor.findings import (
     Finding,
@@ -15,11 +14,13 @@ from dataparallel.monitor.findings import (
     StepWindow,
     Straggler,
     add_up,
+    duration,
     find_changes,
     find_straggler,
     imbalance,
     percent,
 )
+from dataparallel.monitor.record import Kind
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.threads import PHASES
 
@@ -27,11 +28,13 @@ from dataparallel.threads import PHASES
 _ENOUGH = 3
 #: A step that takes more than so many times the median is an outlier: a compilation, a checkpoint.
 _OUTLIER = 5.0
+#: Smaller shares of the time are not told.
+_TOLD = 0.005
 #: If more than this share of the steps takes so long, it is the way of the run.
 _RARE = 0.1
 
 _WIDTH = 100
-_NAMES = {"train": "training ", "inference": "inference ", "all": ""}
+_NAMES: Mapping[Kind, str] = {"train": "training", "inference": "inference"}
 _NO_STEP = (
     "No step has ended yet. A step ends when the next forward begins, or when the StepMonitor is "
     "left; look again then."
@@ -59,14 +62,16 @@ class Summary:
 
     Attributes:
         num_steps: How many steps it is about.
-        kind: The kind of the steps; ``"all"`` if evaluations may be among training steps.
+        kind: The kind of the steps.
         num_left_out: Steps of the other kind, and those with which the run began, which warm up.
-        num_not_advised: How many of them the straggler and the findings leave out: those that take
-            more than 5 times the median.
-        step_seconds: How long one takes on average.
+        num_not_advised: How many of them the replicas' times and the findings leave out: those that
+            take more than 5 times the median, long pauses aside.
+        step_seconds: How long one of the others takes on average.
         times: Percentiles; None if the times of single steps are unknown, or there is one step.
-        steps_per_second: The steps per second of this process.
+        steps_per_second: The steps per second of this process, in the time of these steps.
         samples_per_second: Likewise.
+        time_shares: The shares of the time that go into training, into evaluation between the steps
+            that train, into long pauses, and into steps that take long.
         replicas: The phases and the speed of each replica.
         imbalance: Computing time of the slowest replica over the mean, on average over the steps,
             or in their sum if single steps are unknown; None for one replica.
@@ -80,13 +85,14 @@ class Summary:
     """
 
     num_steps: int
-    kind: Literal["train", "inference", "all"]
+    kind: Kind
     num_left_out: int
     num_not_advised: int
     step_seconds: float
     times: StepTimes | None
     steps_per_second: float
     samples_per_second: float
+    time_shares: Mapping[str, float]
     replicas: tuple[ReplicaScore, ...]
     imbalance: float | None
     straggler: Straggler | None
@@ -136,12 +142,16 @@ class Summary:
     def headlines(self) -> list[str]:
         """Return the numbers of all replicas together, as lines."""
         lines = [
-            f"{_counted(self.num_steps, _NAMES[self.kind] + 'step')} of "
+            f"{_counted(self.num_steps, _NAMES[self.kind] + ' step')} of "
             f"{duration(self.step_seconds)}: "
             f"{self.steps_per_second:.3g} steps/s, {self.samples_per_second:.4g} samples/s"
         ]
         if self.num_left_out:
             lines[0] += f" ({_counted(self.num_left_out, 'other')} left out)"
+        shares = {what: share for what, share in self.time_shares.items() if share >= _TOLD}
+        if len(shares) > 1:
+            told = ", ".join(f"{what} {percent(share)}" for what, share in shares.items())
+            lines.append(f"time: {told}")
         if self.times is not None:
             lines.append(
                 f"step time: median {duration(self.times.median)}, 90th percentile "
@@ -149,17 +159,17 @@ class Summary:
             )
         if self.num_not_advised:
             lines.append(
-                f"left out of the advice: {self.num_not_advised} of {self.num_steps} steps, which "
-                "took over 5 times the median"
+                f"left out of what follows: {self.num_not_advised} of {self.num_steps} steps, "
+                "which took over 5 times the median"
             )
-        told = []
+        notes = []
         if self.imbalance is not None:
-            told.append(f"imbalance {self.imbalance:.2f} (slowest over mean)")
+            notes.append(f"imbalance {self.imbalance:.2f} (slowest over mean)")
         if self.exposed_communication is not None:
-            told.append(f"exposed communication {percent(self.exposed_communication)} of the step")
+            notes.append(f"exposed communication {percent(self.exposed_communication)} of the step")
         if self.monitor_share is not None:
-            told.append(f"watching took {100 * self.monitor_share:.2g} % of a processor")
-        return [*lines, ", ".join(told)] if told else lines
+            notes.append(f"watching took {100 * self.monitor_share:.2g} % of a processor")
+        return [*lines, ", ".join(notes)] if notes else lines
 
     def table(self, width: int = _WIDTH) -> list[str]:
         """Return the lines of tables with one column per replica, as wide as fits, or below."""
@@ -224,15 +234,6 @@ def _counted(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def duration(seconds: float) -> str:
-    """Seconds with a unit that fits."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        # Three digits of 0.9996 s are 1 s, not 1e+03 ms.
-        if seconds >= 0.9995 * factor:
-            return f"{seconds / factor:.3g} {unit}" if seconds < 999.5 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 # --- how it is made ------------------------------------------------------------------------------
 
 
@@ -242,7 +243,7 @@ def summarize(
     slowed: Mapping[str, str] | None = None,
     state: RunState | None = None,
 ) -> Summary:
-    """Sum up steps, in any windows; only training steps, if there are any.
+    """Sum up steps, in any windows; those that train, if any does.
 
     ``slowed`` tells, by the name of a device, why it is slowed down, in words; ``state`` of the run
     tells of memory, and what watching took.
@@ -259,30 +260,46 @@ def summarize(
         each = [one.seconds for one in singles]
         deciles = statistics.quantiles(each, n=10, method="inclusive")
         times = StepTimes(deciles[4], deciles[8], max(each))
-    kind: Literal["train", "inference", "all"] = "train"
-    if windows and all(one.kind == "inference" for one in windows):
-        kind = "inference"
-    elif totals.num_steps and not singles:
-        # Between training steps there may have been evaluations.
-        kind = "all"
-    frequency = 1 / totals.seconds if totals.seconds else 0.0
-    moves = totals.mean("scatter", "gather", "reduce local", "reduce across processes")
+    moves = steady.mean("scatter", "gather", "reduce local", "reduce across processes")
     return Summary(
         totals.num_steps,
-        kind,
+        chosen[0].kind if chosen else "train",
         _num_steps(windows) - totals.num_steps,
         totals.num_steps - steady.num_steps,
-        totals.step_seconds,
+        steady.step_seconds,
         times,
-        totals.num_steps * frequency,
-        totals.samples * frequency,
-        totals.replicas,
-        imbalance(totals, singles),
+        _over(totals.num_steps, totals.seconds),
+        _over(totals.samples, totals.seconds),
+        _time_shares(windows, chosen, usual),
+        steady.replicas,
+        imbalance(steady, usual if singles else ()),
         straggler,
-        None if info.hides_waiting else moves * frequency * totals.num_steps,
+        None if info.hides_waiting else _over(moves, steady.step_seconds),
         tuple(find_changes(steady, info, straggler, slowed, state)),
         None if state is None else state.monitor_share,
     )
+
+
+def _over(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _time_shares(
+    windows: Sequence[StepWindow], chosen: Sequence[StepWindow], usual: Sequence[StepWindow]
+) -> dict[str, float]:
+    """Return the shares of what the time goes into; beginnings, which warm up, are left out."""
+    kind = chosen[0].kind if chosen else "train"
+    others = [one for one in windows if one.kind != kind and not one.begins_run]
+    working = [sum(one.seconds - one.pause for one in some) for some in (usual, others, chosen)]
+    pauses = sum(one.pause for one in (*chosen, *others))
+    found = {
+        _NAMES[kind]: working[0],
+        "evaluation": working[1],
+        "pauses": pauses,
+        "long steps": working[2] - working[0],
+    }
+    whole = working[1] + working[2] + pauses
+    return {what: seconds / whole for what, seconds in found.items() if whole and seconds}
 
 
 def _without_others(windows: Sequence[StepWindow]) -> list[StepWindow]:
@@ -295,7 +312,7 @@ def _without_others(windows: Sequence[StepWindow]) -> list[StepWindow]:
 
 def _without_outliers(windows: Sequence[StepWindow]) -> list[StepWindow]:
     """Return the windows of at most 5 times the median step; all if others are not rare."""
-    each = [one.seconds / one.num_steps for one in windows]
+    each = [(one.seconds - one.pause) / one.num_steps for one in windows]
     limit = _OUTLIER * statistics.median(each) if each else 0.0
     usual = [one for one, seconds in zip(windows, each, strict=True) if seconds <= limit]
     rare = max(1.0, _RARE * _num_steps(windows))

@@ -14,11 +14,13 @@ The wrapper of a module says when a phase begins and ends, for one replica or fo
     reduce across processes  the other processes are waited for
     optimizer                the step of the optimizer
     input                    no step is under way: the caller gets the next batch
+    pause                    likewise, but far longer than usual: a checkpoint, an evaluation
     idle                     nothing of all that: the replica waits for the others
 
-Spans may lie within each other; the innermost one counts. The last two, and ``loss`` of the caller,
-are what lies between the spans. On an accelerator a span begins and ends with an event on the
-stream that the thread uses, so nothing waits for the device. On the CPU the host's clock counts.
+Spans may lie within each other; the innermost one counts. The last three, and ``loss`` of the
+caller, are what lies between the spans. On an accelerator a span begins and ends with an event on
+the stream that the thread uses, so nothing waits for the device. On the CPU the host's clock
+counts.
 """
 
 from typing import Literal, TypeAlias, get_args
@@ -33,6 +35,7 @@ Phase: TypeAlias = Literal[
     "reduce local",
     "reduce across processes",
     "optimizer",
+    "pause",
     "idle",
 ]
 

@@ -10,13 +10,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from dataparallel.monitor import attach
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
-from dataparallel.monitor.record import ReplicaStep, Segment, StepRecord
+from dataparallel.monitor.record import Kind, ReplicaStep, Segment, StepRecord, StepTotals
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.sampler import Sampler
@@ -62,7 +62,7 @@ def make_step(
     *,
     number: int = 2,
     device: str = "virtual",
-    kind: Literal["train", "inference"] = "train",
+    kind: Kind = "train",
 ) -> StepRecord:
     """Return a step as long as its longest replica; the others are idle to the end of it."""
     length = max(sum(seconds.values()) for seconds in replicas)
@@ -72,7 +72,7 @@ def make_step(
         rest = length - sum(seconds.values())
         whole = {**seconds, "idle": seconds.get("idle", 0.0) + rest}
         begin, segments = 0.0, []
-        for phase in PHASES:
+        for phase in sorted(PHASES, key=lambda phase: phase != "pause"):
             if whole.get(phase):
                 segments.append(Segment(phase, begin, begin + whole[phase]))
                 begin += whole[phase]
@@ -101,8 +101,7 @@ class FakeRun:
         self.changes = changes
         self.pid = pid
         self.started = started
-        self.totals: list[Seconds] = [{} for _ in self.info.devices]
-        self.num_steps = self.num_samples = 0
+        self.kinds: dict[Kind, StepTotals] = {}
         self.last: StepRecord | None = None
 
     def steps(
@@ -110,16 +109,13 @@ class FakeRun:
         number: int,
         replicas: Sequence[Seconds],
         samples: Sequence[int] = (),
-        kind: Literal["train", "inference"] = "train",
+        kind: Kind = "train",
     ) -> None:
         """Make steps that are all alike."""
-        place = self.num_steps + number
+        place = number + sum(one.steps for one in self.kinds.values())
         step = make_step(replicas, samples, number=place, device="cuda", kind=kind)
-        for total, replica in zip(self.totals, step.replicas, strict=True):
-            for phase, seconds in replica.seconds.items():
-                total[phase] = total.get(phase, 0.0) + number * seconds
-        self.num_steps += number
-        self.num_samples += number * step.samples
+        before = self.kinds.get(kind) or StepTotals.none(len(step.replicas))
+        self.kinds[kind] = before.plus(step, number)
         self.last = step
 
     def state(self, time: float = BEGIN, **changes: Any) -> RunState:
@@ -132,14 +128,11 @@ class FakeRun:
             number=0,
             time=time,
             started=self.started,
-            num_steps=self.num_steps,
-            num_samples=self.num_samples,
             info=self.info,
             now=(("forward", 0.01),) * number,
-            totals=tuple(dict(total) for total in self.totals),
+            kinds=dict(self.kinds),
             memory=(int(8 * GIB),) * number,
             last=self.last,
-            host_bound=(0.0,) * number,
         )
         return dataclasses.replace(state, **{**self.changes, **changes})
 
@@ -207,7 +200,7 @@ def recording(samples: Sequence[Sample], host: str = "node0") -> Recording:
 
 def write_recording(path: Path, samples: Sequence[Sample], **about: str) -> Path:
     lines = [
-        {"format": "dataparallel monitor recording", "version": 2, "interval": 1.0, **about},
+        {"format": "dataparallel monitor recording", "version": 3, "interval": 1.0, **about},
         *(one.to_json() for one in samples),
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

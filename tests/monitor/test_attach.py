@@ -165,7 +165,7 @@ def test_a_watcher_that_does_not_read_delays_others_for_little(
 ) -> None:
     monkeypatch.setattr(attach, "_PATIENCE", 0.2)
     # It does not fit into the socket.
-    answer = json.dumps({"version": 3, "state": a_state().to_json()}).encode() + b"\n"
+    answer = json.dumps({"version": 4, "state": a_state().to_json()}).encode() + b"\n"
     monkeypatch.setattr(Publisher, "_answer", lambda self: b" " * (1 << 20) + answer)
     with connected(run_folder) as slow:
         assert ask(ME, timeout=10).states == (a_state(),)
@@ -219,22 +219,22 @@ def test_a_process_that_does_not_answer(
 
 def answer(**changes: object) -> bytes:
     state = {**a_state().to_json(), **changes}
-    return json.dumps({"version": 3, "state": state}).encode() + b"\n"
+    return json.dumps({"version": 4, "state": state}).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b'{"version": 3', "was cut off after 13 bytes"),
+        (b'{"version": 4', "was cut off after 13 bytes"),
         # The run has ended.
         (b"", None),
         (b"hello\n", "what is no state of a run: b'hello"),
         (b"[]\n", "what is no state of a run"),
         (b"[" * 100_000 + b"\n", "what is no state of a run"),
-        (b'{"version": 4, "news": {}}\n', r"version 4 of the protocol is .*this is version 3."),
-        (b'{"version": 3, "error": "not now"}\n', f"process {PID}: not now"),
-        (b'{"version": 3, "state": {"pid": 1}}\n', "what is no state of a run"),
-        (answer(num_steps="abc"), "what is no state of a run"),
+        (b'{"version": 3, "news": {}}\n', r"version 3 of the protocol is .*this is version 4."),
+        (b'{"version": 4, "error": "not now"}\n', f"process {PID}: not now"),
+        (b'{"version": 4, "state": {"pid": 1}}\n', "what is no state of a run"),
+        (answer(kinds={"train": {"steps": "abc"}}), "what is no state of a run"),
         (answer(memory=[0]), "what is no state of a run"),
     ],
 )

@@ -358,7 +358,9 @@ def test_a_job_of_two_processes_is_watched_by_everything_at_once(
     assert page["advice"].startswith("Rank 0 is slow in 'input'")
     metrics = routes(store, 0.2)["/metrics"].answer(Request({}, {})).body.decode()
     for rank in "01":
-        assert re.search(rf'run_steps_total{{job="",model="Late",rank="{rank}"}} \d', metrics)
+        assert re.search(
+            rf'run_steps_total{{job="",kind="train",model="Late",rank="{rank}"}} \d', metrics
+        )
         for replica in "01":
             labels = (
                 f'device="cpu",job="",model="Late",phase="input",rank="{rank}",replica="{replica}"'

@@ -187,7 +187,7 @@ HEADER = b'{"format": "dataparallel monitor recording"'
         (b"hello\n", r"its first line should be \{\"format\": .* but it is 'hello"),
         (b"[1, 2]\n", "is not a recording"),
         (b"\x89PNG\r\n\x1a\n\0\0", "is not a recording"),
-        (HEADER + b', "version": 1}\n', "has version 1 .* reads version 2; .* an older"),
+        (HEADER + b', "version": 2}\n', "has version 2 .* reads version 3; .* an older"),
         (HEADER + b"}\n", "has version None"),
     ],
 )

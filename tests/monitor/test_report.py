@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
+from torch import nn
 
+from dataparallel.monitor import StepMonitor, StepRecord
 from dataparallel.monitor.readings.reading import POWER_LIMIT
+from dataparallel.monitor.run import RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
@@ -32,6 +36,7 @@ from tests.monitor.cases import (
     FakeRun,
     Seconds,
     device,
+    history_of,
     make_info,
     make_sample,
     recording,
@@ -40,6 +45,7 @@ from tests.monitor.cases import (
     write_recording,
 )
 from tests.monitor.golden import Golden
+from tests.monitor.test_serve import exposed
 
 
 def text_of(samples: list[Sample], width: int = 120) -> str:
@@ -201,13 +207,13 @@ def test_what_is_told_of_a_run() -> None:
     assert run.summary.advice.kind == "slow replica"
     # Two devices of 100 W for 16 s.
     assert [run.energy, run.energy_per_sample] == pytest.approx([3200, 25])
-    # Half of the steps are seen: of the others nobody knows how long they took, or their kind.
-    assert (run.summary.kind, run.summary.times) == ("all", None)
+    # Half of the steps are seen: of the others nobody knows how long they took.
+    assert (run.summary.kind, run.summary.times) == ("train", None)
 
 
 EVEN: tuple[int, list[Seconds]] = (3, [BUSY, BUSY])
 LATE: list[Seconds] = [BUSY, {"forward": 60.0}]
-PAUSE: list[Seconds] = [{**BUSY, "input": 60.0}] * 2
+PAUSE: list[Seconds] = [{**BUSY, "pause": 6.0}] * 2
 INPUT: list[Seconds] = [{"input": 3.0, "forward": 0.4}] * 2
 
 
@@ -216,8 +222,11 @@ INPUT: list[Seconds] = [{"input": 3.0, "forward": 0.4}] * 2
     [
         # The first step of a run, whether it is an outlier or not.
         ([(1, [BUSY, {"forward": 4.0}]), *[EVEN] * 9], "t", True, (27, 1, 0, "nothing")),
-        # A long pause, but not a run that becomes slow.
-        ([*[EVEN] * 10, (1, PAUSE)], "t", False, (31, 0, 1, "nothing")),
+        # A long step, but not a run that becomes slow.
+        ([*[EVEN] * 10, (1, LATE)], "t", False, (31, 0, 1, "nothing")),
+        # One long pause may be anything; several are named.
+        ([*[EVEN] * 10, (1, PAUSE)], "t", False, (31, 0, 0, "nothing")),
+        ([*[EVEN] * 10, (3, PAUSE)], "t", False, (33, 0, 0, "pauses")),
         ([EVEN, EVEN, (2, LATE)], "t", False, (8, 0, 0, "slow replica")),
         # Evaluation between training, but not alone.
         ([EVEN, (3, INPUT)] * 4, "ti", False, (12, 12, 0, "nothing")),
@@ -244,7 +253,40 @@ def test_what_says_nothing_of_the_others_does_not_tell_what_to_change(
     numbers = (told.num_steps, told.num_left_out, told.num_not_advised, told.advice.kind)
     assert numbers == expected and found.since_start == whole
     assert (told.kind == "inference") == (kinds == "i")
-    assert ("left out of the advice: 1 of 31 steps" in text_of(samples)) == (expected[2] == 1)
+    assert ("left out of what follows: 1 of 31 steps" in text_of(samples)) == (expected[2] == 1)
+
+
+def test_all_views_tell_the_same_speed_of_a_training_with_evaluation() -> None:
+    states: list[RunState] = []
+
+    def look(step: StepRecord) -> None:
+        # Behind the first step, which warms up, and now and then.
+        if step.number % 7 == 1:
+            states.append(monitor.state())
+
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with StepMonitor(model, publish=False, on_step=look) as monitor:
+        for i in range(30):
+            model(torch.ones(6, 8)).sum().backward()
+            optimizer.step()
+            for _ in range(4 * (i % 5 == 4)):
+                with torch.no_grad():
+                    model(torch.ones(50, 8))
+    states.append(monitor.state())
+    samples = [sample(i / 10, run=state) for i, state in enumerate(states)]
+    told = monitor.summary()
+    live = history_of(*samples).runs[0].summary
+    for other in (only(samples).summary, live):
+        assert (other.kind, other.num_steps, told.num_steps) == ("train", 29, 29)
+        assert other.samples_per_second == pytest.approx(told.samples_per_second, rel=1e-3)
+        assert other.step_seconds == pytest.approx(told.step_seconds, rel=1e-3)
+        assert other.time_shares == pytest.approx(told.time_shares, abs=0.01)
+    assert told.time_shares["evaluation"] > 0.1
+    for kind, steps, number in (("train", 30, 6), ("inference", 24, 50)):
+        labels = f'{{job="",kind="{kind}",model="Linear",rank="0"}}'
+        assert f"dataparallel_run_steps_total{labels} {steps}" in exposed(samples[-1])
+        assert f"dataparallel_run_samples_total{labels} {steps * number}" in exposed(samples[-1])
 
 
 def restarted() -> list[Sample]:

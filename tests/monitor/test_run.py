@@ -63,7 +63,9 @@ def has_seen(folder: Path, num_ranks: int) -> bool:
     seen: set[int] = set()
     for line in lines[-3:]:
         runs: list[dict[str, Any]] = json.loads(line).get("runs", []) if line.endswith("}") else []
-        seen |= {run["rank"] for run in runs if run["num_steps"] > 10}
+        seen |= {
+            run["rank"] for run in runs if run["kinds"].get("train", {"steps": 0})["steps"] > 10
+        }
     return len(seen) == num_ranks
 
 

@@ -138,9 +138,9 @@ def test_points_come_once_and_the_latest_sample_whole() -> None:
     assert sample["runs"][0]["shares"][1]["idle"] == pytest.approx(0.353, abs=0.01)
     assert point["devices"]["GPU-3"][0] is None
     assert (sample["users"]["cuda:3"], sample["users"]["cuda:4"]) == ("replica 3", "")
-    # Six steps a second, of 104 samples each.
+    # Steps of 0.17 s, of 104 samples each.
     (course,) = point["jobs"].values()
-    assert course == [pytest.approx(624), pytest.approx(0.17)]
+    assert course == [pytest.approx(104 / 0.17), pytest.approx(0.17)]
 
 
 def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() -> None:
@@ -150,7 +150,7 @@ def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() ->
     found = json.loads(store.after(0), parse_constant=pytest.fail)
     assert found["sample"]["host"]["utilization"] is None
     (run,) = found["sample"]["runs"]
-    assert (run["state"]["num_steps"], run["gone"]) == (1000, 5.0)
+    assert (run["steps"], run["gone"]) == (1000, 5.0)
     assert found["finished"]
 
 

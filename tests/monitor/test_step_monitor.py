@@ -680,7 +680,7 @@ def test_only_the_last_steps_are_kept() -> None:
                     assert sum(replica.seconds.values()) == pytest.approx(step.seconds)
             if rounds == 1:
                 kept = [step.replicas[1].seconds["forward"] for step in monitor.steps]
-                total = monitor.state().totals[1]["forward"]
+                total = monitor.state().main.seconds[1]["forward"]
                 assert total == pytest.approx(9 / 3 * sum(kept))
 
 
@@ -747,12 +747,12 @@ def test_the_state_is_published_as_json() -> None:
         assert monitor.state().last is None
         train(model, optimizer, 3)
         state = monitor.state()
-    assert (state.num_steps, state.num_samples) == (2, 10)
+    assert (state.main.steps, state.main.samples) == (2, 10)
     assert (state.info.model, state.info.wrapper) == ("Sequential", "DistributedDataParallel")
     assert state.info.devices == ("cpu", "cpu") and state.info.num_buckets == 1
     assert state.info.num_parameters == state.info.bucket_bytes // 4 == 83
     for replica in range(2):
-        total = sum(state.totals[replica].values())
+        total = sum(state.main.seconds[replica].values())
         assert total == pytest.approx(sum(step.seconds for step in monitor.steps[:2]))
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dataparallel.monitor.findings import StepWindow
+from dataparallel.monitor.findings import StepWindow, duration
 from dataparallel.monitor.record import StepRecord
 from dataparallel.monitor.run import RunInfo
-from dataparallel.monitor.summary import Summary, duration, summarize
+from dataparallel.monitor.summary import Summary, summarize
 from tests.monitor.cases import BUSY, SLOW, FakeRun, Seconds, make_info, make_step, make_steps
 from tests.monitor.golden import Golden
 
@@ -276,7 +276,7 @@ def test_a_step_that_takes_long_once_does_not_tell_what_to_change(often: int, ki
     # It counts for the times.
     assert summary.times is not None and summary.times.longest == pytest.approx(60.0)
     assert (summary.straggler is None) == (kind == "nothing")
-    assert ("left out of the advice: 1 of 21 steps" in str(summary)) == (kind == "nothing")
+    assert ("left out of what follows: 1 of 21 steps" in str(summary)) == (kind == "nothing")
 
 
 # --- text and metrics ------------------------------------------------------------------------

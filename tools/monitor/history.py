@@ -19,6 +19,8 @@ _MAX_STATES = 1000
 _MAX_SAMPLES = 600
 #: So many seconds count as lately, or the last step if it is older.
 _WINDOW = 10.0
+#: A run that makes no step for so many times the usual time is stuck.
+_MANY_STEPS = 5.0
 
 
 class RunHistory:
@@ -33,7 +35,8 @@ class RunHistory:
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
         self._summary: Summary | None = None
-        self._seen = elapsed
+        #: When it was seen last, and when the number of its steps was seen to change last.
+        self._seen = self._moved = elapsed
         self.gone_for: float | None = None
         self.add(state, elapsed, slowed)
 
@@ -56,6 +59,8 @@ class RunHistory:
         self._period = None
         if self._states and not continues(self._states[-1][1], state):
             self._states.clear()
+        if not self._states or self._states[-1][1].num_steps != state.num_steps:
+            self._moved = elapsed
         if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
             # While nothing happens the states in between tell nothing.
             self._states.pop()
@@ -74,16 +79,23 @@ class RunHistory:
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second lately; None with less than two states."""
-        return self._rate([state.num_steps for _, state in self._states])
+        """Steps per second lately, as in the summary; 0 where nothing moves, None if unknown."""
+        return self._rate(self.summary.steps_per_second)
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples per second lately, in this process; None with less than two states."""
-        return self._rate([state.num_samples for _, state in self._states])
+        """Samples per second lately, in this process; likewise."""
+        return self._rate(self.summary.samples_per_second)
 
-    def _rate(self, counts: Sequence[int]) -> float | None:
-        return (counts[-1] - counts[0]) / self.seconds if self.seconds else None
+    def _rate(self, lately: float) -> float | None:
+        rate = 0.0 if self.is_stuck or self.gone_for is not None else lately
+        return rate if self.seconds else None
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if no step has ended for long, beside those before."""
+        usual = _MANY_STEPS * self.summary.step_seconds
+        return self._seen - self._moved > max(_WINDOW, usual)
 
     @property
     def period(self) -> RunPeriod:

@@ -58,6 +58,7 @@ LIGHT = Theme(
         "reduce local": PhaseStyle("R", "#9e799d", _BLACK),
         "reduce across processes": PhaseStyle("X", "#4d1770", _WHITE),
         "optimizer": PhaseStyle("O", "#087a58", _WHITE),
+        "pause": PhaseStyle("P", "#0a3033", _WHITE),
         "idle": PhaseStyle(".", "#dfe3e8", _BLACK),
     },
 )
@@ -77,6 +78,7 @@ DARK = Theme(
         "reduce local": PhaseStyle("R", "#b4a6fc", _BLACK),
         "reduce across processes": PhaseStyle("X", "#b12d8f", _WHITE),
         "optimizer": PhaseStyle("O", "#0c7310", _WHITE),
+        "pause": PhaseStyle("P", "#70b0b0", _BLACK),
         "idle": PhaseStyle(".", "#3a424e", _WHITE),
     },
 )

@@ -41,7 +41,7 @@ from dataparallel.tools.monitor.run_period import (
     RunPeriod,
     find_runs,
     summarize_periods,
-    window_between,
+    windows_between,
 )
 
 #: More devices or replicas would be too thin.
@@ -342,7 +342,7 @@ class _Run:
 
     @property
     def num_steps(self) -> int:
-        return sum(one.states[-1].num_steps for one in self.periods)
+        return sum(one.states[-1].main.steps for one in self.periods)
 
 
 def _runs(tracks: Sequence[_Track]) -> list[_Run]:
@@ -383,7 +383,7 @@ def intervals(
             if before.num_steps < now.num_steps and is_due:
                 if found and found[-1][1] < times[first]:
                     found.append((found[-1][1], times[first], None))
-                totals = add_up([window_between(before, now, None)], period.info)
+                totals = add_up(windows_between(before, now), period.info)
                 found.append((times[first], times[i], totals))
                 first = i
     return found

@@ -214,19 +214,20 @@ def _tell_run(families: _Families, run: RunReading, run_labels: Mapping[str, str
         wrapper=info.wrapper,
     )
     families.tell("run_start_timestamp_seconds", state.started, **run_labels)
-    families.tell("run_steps_total", state.num_steps, **run_labels)
-    families.tell("run_samples_total", state.num_samples, **run_labels)
+    for kind, steps in state.kinds.items():
+        families.tell("run_steps_total", steps.steps, **run_labels, kind=kind)
+        families.tell("run_samples_total", steps.samples, **run_labels, kind=kind)
     replicas = () if state.last is None else state.last.replicas
     if state.last is not None:
         families.tell("run_step_seconds", state.last.seconds, **run_labels)
     for one in run.scores:
         labels = {**run_labels, "replica": str(one.index), "device": one.device}
         families.tell("replica_score_ratio", one.relative, **labels)
-    known = zip(info.devices, state.totals, state.now, state.memory, strict=True)
-    for i, (device, totals, now, memory) in enumerate(known):
+    known = zip(info.devices, state.now, state.memory, strict=True)
+    for i, (device, now, memory) in enumerate(known):
         labels = {**run_labels, "replica": str(i), "device": device}
         for phase in PHASES:
-            seconds = totals.get(phase, 0.0)
+            seconds = sum(one.seconds[i].get(phase, 0.0) for one in state.kinds.values())
             families.tell("replica_phase_seconds_total", seconds, **labels, phase=phase)
             families.tell("replica_phase", now[0] == phase, **labels, phase=phase)
         families.tell("replica_memory_bytes", memory or None, **labels)

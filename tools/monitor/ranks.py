@@ -18,9 +18,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dataparallel.monitor.findings import NOTABLE, Finding, change
+from dataparallel.monitor.findings import NOTABLE, Finding, change, duration
 from dataparallel.monitor.run import RunState
-from dataparallel.monitor.summary import Summary, duration
+from dataparallel.monitor.summary import Summary
 from dataparallel.threads import PHASES, Phase
 
 #: A slow rank is named if a step would become so much shorter without that.
@@ -30,6 +30,8 @@ _WAITING: Phase = "reduce across processes"
 _REMEDIES: dict[Phase, str] = {
     "input": "Its batches come late: give it no more data than the others, and as many workers of "
     "its DataLoader and processors.",
+    "pause": "It saves, evaluates or prints while the others wait: let it do that less often, or "
+    "save in the background.",
     "optimizer": "Look at what else runs on its device and on its processors.",
 }
 _REMEDY = (

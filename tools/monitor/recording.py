@@ -27,7 +27,7 @@ from typing import Any
 from dataparallel.monitor.sample import Sample
 
 FORMAT = "dataparallel monitor recording"
-VERSION = 2
+VERSION = 3
 
 #: A first line that is longer is no header.
 _LONGEST_HEADER = 1 << 16
@@ -126,7 +126,7 @@ def read_header(path: Path) -> dict[str, Any]:
         )
     version = header.get("version")
     if version != VERSION:
-        age = "an older" if version == 1 else "a newer"
+        age = "an older" if version in range(VERSION) else "a newer"
         raise ValueError(
             f"{path} has version {version!r} of the format, but this dataparallel reads version "
             f"{VERSION}; read it with {age} dataparallel"

@@ -104,7 +104,7 @@ def _speed(runs: Sequence[RunHistory]) -> Text:
         clean(runs[0].state.info.model),
         f"{units.frequency_text(there[0].steps_per_second)} steps/s",
         f"{units.frequency_text(speed)} samples/s" + (" of all ranks" if len(there) > 1 else ""),
-        f"step {max(run.state.num_steps for run in runs):,}",
+        f"step {max(run.state.main.steps for run in runs):,}",
     ]
     return Text(" · ".join(told), "bold")
 

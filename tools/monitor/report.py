@@ -274,7 +274,7 @@ def _peak(row: Sequence[DeviceReading], metric: str) -> float | None:
 def _report_run(run: _Run, states: Sequence[RunState]) -> RunReport:
     periods, state = run.periods, run.state
     energy = _energy(periods, run.recording.samples, times_of(run.recording.samples))
-    watched = sum(one.states[-1].num_samples - one.states[0].num_samples for one in periods)
+    watched = sum(one.states[-1].main.samples - one.states[0].main.samples for one in periods)
     return RunReport(
         job=state.job,
         rank=state.rank,

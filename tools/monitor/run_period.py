@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dataparallel.monitor.findings import ReplicaTotals, StepWindow
-from dataparallel.monitor.record import StepRecord
+from dataparallel.monitor.record import StepRecord, StepTotals
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary, summarize
@@ -40,45 +40,52 @@ class RunPeriod:
         """Return the steps from one state to the next."""
         before = None if self.since_start else self.states[0]
         seen = None
-        found = []
+        found: list[StepWindow] = []
         for state in self.states:
             if state.last is not None and state.last.replicas:
                 seen = state.last
             if state.num_steps > (0 if before is None else before.num_steps):
-                found.append(window_between(before, state, seen))
+                found += windows_between(before, state, seen)
                 before = state
         return found
 
 
-def window_between(before: RunState | None, now: RunState, seen: StepRecord | None) -> StepWindow:
-    """Return the steps between two states of a run, or from its beginning to a state.
+def windows_between(
+    before: RunState | None, now: RunState, seen: StepRecord | None = None
+) -> list[StepWindow]:
+    """Return the steps between two states of a run, or from its beginning to a state, by kind.
 
     The division of samples is that of the step that was ``seen``, if one was.
     """
-    phases = [
-        {
-            phase: max(0.0, seconds - (before.totals[i].get(phase, 0.0) if before else 0.0))
-            for phase, seconds in total.items()
-        }
-        for i, total in enumerate(now.totals)
-    ]
-    bound = [
-        seconds - (before.host_bound[i] if before else 0.0)
-        for i, seconds in enumerate(now.host_bound)
-    ]
-    samples = now.num_samples - (before.num_samples if before else 0)
-    each = [1 / len(phases)] * len(phases)
-    if seen is not None and seen.samples and len(seen.replicas) == len(phases):
-        each = [replica.samples / seen.samples for replica in seen.replicas]
-    return StepWindow(
-        now.num_steps - (before.num_steps if before else 0),
-        max(sum(one.values()) for one in phases),
-        samples,
-        [ReplicaTotals(samples * s, one, b) for s, one, b in zip(each, phases, bound, strict=True)],
-        None if now.last is None else now.last.kind,
-        before is None or before.num_steps == 0,
-        StepWindow.of(now.last) if now.last is not None and now.last.replicas else None,
-    )
+    found = []
+    for kind, totals in now.kinds.items():
+        count = len(totals.seconds)
+        old = (before.kinds.get(kind) if before else None) or StepTotals.none(count)
+        if totals.steps == old.steps:
+            continue
+        phases = [
+            {phase: max(0.0, seconds - had.get(phase, 0.0)) for phase, seconds in total.items()}
+            for had, total in zip(old.seconds, totals.seconds, strict=True)
+        ]
+        samples = totals.samples - old.samples
+        each = [samples / count] * count
+        if seen is not None and seen.samples and len(seen.replicas) == count:
+            each = [samples * replica.samples / seen.samples for replica in seen.replicas]
+        bound = [end - had for had, end in zip(old.host_bound, totals.host_bound, strict=True)]
+        last = now.last
+        knows_last = last is not None and last.kind == kind and last.replicas
+        window = StepWindow(
+            totals.steps - old.steps,
+            max(sum(one.values()) for one in phases),
+            samples,
+            list(map(ReplicaTotals, each, phases, bound)),
+            kind,
+            before is None or not before.num_steps,
+            totals.pauses - old.pauses,
+            StepWindow.of(last) if last is not None and knows_last else None,
+        )
+        found.append(window)
+    return found
 
 
 def find_runs(samples: Sequence[Sample]) -> list[list[RunPeriod]]:
@@ -122,10 +129,13 @@ def continues(before: RunState, now: RunState) -> bool:
     """True if two states are of one run, whose counters have only grown."""
     return (
         (before.pid, before.started) == (now.pid, now.started)
-        and before.num_steps <= now.num_steps
-        and before.num_samples <= now.num_samples
+        and all(
+            kind in now.kinds
+            and one.steps <= now.kinds[kind].steps
+            and one.samples <= now.kinds[kind].samples
+            for kind, one in before.kinds.items()
+        )
         and before.info.devices == now.info.devices
-        and len(before.totals) == len(now.totals) == len(now.info.devices)
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataparallel.monitor.findings import percent
-from dataparallel.monitor.summary import duration
+from dataparallel.monitor.findings import duration, percent
 
 NOT_AVAILABLE = "-"
 

@@ -269,7 +269,7 @@ function showJobs(sample, points) {
     const facts = [
       info.wrapper,
       info.world_size === 1 ? `process ${first.pid}` : `${ranks.size === info.world_size ? "" : `${ranks.size} of `}${info.world_size} ranks`,
-      `step ${Math.max(...runs.map((run) => run.state.num_steps)).toLocaleString("en")}`,
+      `step ${Math.max(...runs.map((run) => run.steps)).toLocaleString("en")}`,
       ...(isGone ? [`gone for ${seconds(runs[0].gone)}`] : []),
     ];
     write(one("h2 span"), [...new Set(runs.map((run) => run.state.info.model))].join(" and "));
