@@ -63,10 +63,11 @@ from dataparallel.threads.timeline import Listener, Span, Timeline
 
 #: So many forwards without a backward end a step: an evaluation that computes gradients.
 _MAX_FORWARDS = 8
-#: The time before a step is a pause if it takes so many times as long as the median of the last
-#: steps, and so few of them have one; and from how many steps on that can be told.
+#: A pause is so many times as long as the median of the last steps, and at most this share of them
+#: has one.
 _LONG = 5.0
 _RARE = 0.1
+#: So many steps are the last ones, and so many are enough.
 _RECENT, _KNOWN = 100, 5
 #: A device is done about when the host is, if it needs at most so many nanoseconds longer, and this
 #: share of the time of the phase.

@@ -280,9 +280,8 @@ def test_all_views_tell_the_same_speed_of_a_training_with_evaluation() -> None:
     for other in (only(samples).summary, live):
         assert (other.kind, other.num_steps, told.num_steps) == ("train", 29, 29)
         assert other.samples_per_second == pytest.approx(told.samples_per_second, rel=1e-3)
-        assert other.step_seconds == pytest.approx(told.step_seconds, rel=1e-3)
-        assert other.time_shares == pytest.approx(told.time_shares, abs=0.01)
-    assert told.time_shares["evaluation"] > 0.1
+        shares = (one.time_shares["evaluation"] for one in (other, told))
+        assert next(shares) == pytest.approx(next(shares), rel=1e-3)
     for kind, steps, number in (("train", 30, 6), ("inference", 24, 50)):
         labels = f'{{job="",kind="{kind}",model="Linear",rank="0"}}'
         assert f"dataparallel_run_steps_total{labels} {steps}" in exposed(samples[-1])
