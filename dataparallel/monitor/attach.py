@@ -5,7 +5,8 @@ Note [Sockets of runs]
 Each run listens on a Unix domain socket, ``PID.NUMBER.sock``, in a folder that only this user can
 enter; who can enter it may watch. The folder does not depend on where the environment puts
 temporary files. A run that cron or a scheduler has started has another environment than the
-watcher's shell.
+watcher's shell. Where somebody else has taken that folder, it is one in ``$XDG_RUNTIME_DIR``, which
+nobody can take, but which ends with the user's last session. Watchers look into both.
 
 Whoever connects gets one line of JSON, and the run closes the connection. It reads nothing::
 
@@ -41,6 +42,8 @@ _log = logging.getLogger("dataparallel")
 VERSION = 4
 #: Variable that names another folder.
 VARIABLE = "DATAPARALLEL_MONITOR_DIR"
+#: The usual folder of a user.
+USUAL = "/tmp/dataparallel-{}"
 _NAME = re.compile(r"(\d+)\.(\d+)\.sock")
 _MAX_ANSWER = 16 << 20
 #: So long a watcher may take to read its answer, in seconds.
@@ -94,6 +97,9 @@ def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
                     answers.append((owner, bytes(answer)))
         silent += [key.data[0] for key in selector.get_map().values()]
     states, problems = [], []
+    if pid is None and not answers and not silent:
+        refused = (one for one in _own_folders()[1] if isinstance(one, PermissionError))
+        problems += [f"runs cannot be watched: {one}" for one in refused]
     for owner in dict.fromkeys(silent):
         problems.append(
             f"process {owner} has not answered within {timeout:g} s; it may be stopped, or be in a "
@@ -198,26 +204,55 @@ class Publisher:
 # --- where the sockets are -----------------------------------------------------------------------
 
 
-def _folder() -> Path:
-    return Path(os.environ.get(VARIABLE) or f"/tmp/dataparallel-{os.geteuid()}")
+def _folders() -> list[Path]:
+    """Return the folders of this user's sockets, the usual one first."""
+    if given := os.environ.get(VARIABLE):
+        return [Path(given)]
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    others = [Path(runtime, "dataparallel")] if runtime else []
+    return [Path(USUAL.format(os.geteuid())), *others]
 
 
 def _check(folder: Path) -> None:
     """Raise an OSError if a folder is not this user's alone, or is not there."""
-    found = folder.lstat()
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_ours or found.st_mode & 0o077:
+    found, user = folder.lstat(), os.geteuid()
+    if found.st_uid != user or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} is not a directory of user {os.geteuid()} alone; close it for others with "
-            f"chmod 700, or name another one in {VARIABLE}"
+            f"{folder} belongs to {_name_of(found.st_uid)}, and is no directory of "
+            f"{_name_of(user)} alone; have it removed, close it for others with chmod 700, or name "
+            f"another one in {VARIABLE}"
         )
 
 
+def _name_of(user: int) -> str:
+    import pwd
+
+    with contextlib.suppress(KeyError):
+        return f"user {pwd.getpwuid(user).pw_name}"
+    return f"user {user}"
+
+
+def _own_folders(*, make: bool = False) -> tuple[list[Path], list[OSError]]:
+    """Return the folders that are this user's alone, and why others are not; one can be made."""
+    found: list[Path] = []
+    failures: list[OSError] = []
+    for folder in _folders():
+        try:
+            if make and not found:
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+            _check(folder)
+            found.append(folder)
+        except OSError as error:
+            failures.append(error)
+    return found, failures
+
+
 def _listen() -> tuple[socket.socket, Path]:
-    folder = _folder()
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    _check(folder)
+    found, failures = _own_folders(make=True)
+    if not found:
+        raise failures[0]
+    folder = found[0]
     runs()
     path = folder / f"{os.getpid()}.{next(_numbers)}.sock"
     while os.path.lexists(path):
@@ -236,15 +271,9 @@ def _listen() -> tuple[socket.socket, Path]:
 
 def _sockets() -> list[tuple[int, int, Path]]:
     """Process, number and path of each socket; in order, with those that dead processes left."""
-    found = []
-    # There is none, or it is not this user's alone.
-    with contextlib.suppress(OSError):
-        folder = _folder()
-        _check(folder)
-        for path in folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match:
-                found.append((int(match[1]), int(match[2]), path))
+    paths = (path for folder in _own_folders()[0] for path in folder.iterdir())
+    matches = ((_NAME.fullmatch(path.name), path) for path in paths)
+    found = [(int(match[1]), int(match[2]), path) for match, path in matches if match]
     return sorted(found)
 
 

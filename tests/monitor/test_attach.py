@@ -267,8 +267,46 @@ def test_the_folder_is_made_for_this_user_alone(
     publisher.close()
     # The environment's folder of temporary files does not matter: the watcher has another one.
     monkeypatch.delenv(attach.VARIABLE)
-    monkeypatch.setenv("TMPDIR", str(run_folder))
-    assert attach._folder() == Path(f"/tmp/dataparallel-{os.geteuid()}")
+    monkeypatch.setattr(attach, "USUAL", str(run_folder / "usual-{}"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    publisher = Publisher(a_state)
+    assert len(list((run_folder / f"usual-{os.geteuid()}").iterdir())) == 1
+    publisher.close()
+
+
+@pytest.mark.parametrize("has_runtime", [True, False])
+def test_a_folder_that_somebody_else_has_taken_is_refused_by_name(
+    run_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_runtime: bool,
+) -> None:
+    """A run then takes the folder of the session, in which watchers look, too."""
+    user = os.geteuid() + 1
+    monkeypatch.delenv(attach.VARIABLE)
+    monkeypatch.setattr(attach, "USUAL", str(run_folder / "usual-{}"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_folder / "session") if has_runtime else "")
+    taken, session = run_folder / f"usual-{user}", run_folder / "session"
+    for folder in (taken, session, session / "dataparallel"):
+        folder.mkdir(mode=0o700)
+    found = os.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        told = list(found(path))
+        told[stat.ST_UID] += path != taken
+        return os.stat_result(told)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    refusal = rf"{taken} belongs to user \w+, .* alone; have it removed"
+    (problem,) = ask().problems
+    assert re.search(f"runs cannot be watched: {refusal}", problem)
+    publisher = Publisher(a_state)
+    assert ask().states == ((a_state(),) if has_runtime else ())
+    publisher.close()
+    lines = [one.getMessage() for one in caplog.records]
+    assert len(lines) == (not has_runtime) and all(re.search(refusal, one) for one in lines)
+    assert not list(taken.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -276,7 +314,6 @@ def test_the_folder_is_made_for_this_user_alone(
     [
         ("open", "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR"),
         ("link", "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR"),
-        ("somebody else's", "chmod 700, or name another one in DATAPARALLEL_MONITOR_DIR"),
         ("missing", "No such file or directory"),
         ("long", "AF_UNIX path too long"),
     ],
@@ -295,9 +332,6 @@ def test_training_goes_on_where_the_folder_cannot_be_used(
         folder.symlink_to(run_folder / "x")
     elif kind == "missing":
         folder = folder / "below" / "it"
-    elif kind == "somebody else's":
-        user = os.geteuid()
-        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     monkeypatch.setenv(attach.VARIABLE, str(folder))
     model = net()
     with StepMonitor(model) as monitor:

@@ -7,6 +7,7 @@ import dataclasses
 import http.client
 import json
 import math
+import os
 import re
 import signal
 import socket
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import pytest
 from prometheus_client import generate_latest, parser
 
@@ -35,7 +37,7 @@ from dataparallel.tools.monitor.sample_store import SampleStore
 from dataparallel.tools.monitor.serve_command import serving
 from dataparallel.tools.monitor.server import MonitorServer, Response, Route
 from dataparallel.tools.monitor.site import routes
-from tests.monitor.cases import FakeSampler, make_device, make_run, make_sample, samples
+from tests.monitor.cases import PID, FakeSampler, make_device, make_run, make_sample, samples
 from tests.monitor.golden import Golden
 
 PAGE = ("/", "/page.js", "/page.css", "/uPlot.min.js", "/uPlot.min.css", "/icon.svg")
@@ -96,7 +98,10 @@ def test_each_path_answers_with_headers_that_protect(machine: MonitorServer, pat
 
 def test_nothing_else_is_there_and_nothing_can_be_changed(machine: MonitorServer) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-        assert ask(machine, "/api/samples", method=method).status == 501
+        reply = ask(machine, "/api/samples", method=method)
+        assert reply.status == 501
+        # The standard library's own answer has none.
+        assert "default-src 'none'" in reply.headers["Content-Security-Policy"]
     for path in ("/nothing", "/page/page.js", "/../pyproject.toml", "/api/"):
         reply = ask(machine, path)
         assert reply.status == 404 and b"there are /" in reply.body
@@ -141,6 +146,21 @@ def test_points_come_once_and_the_latest_sample_whole() -> None:
     # Steps of 0.17 s, of 104 samples each.
     (course,) = point["jobs"].values()
     assert course == [pytest.approx(104 / 0.17), pytest.approx(0.17)]
+
+
+@pytest.mark.parametrize("shows_commands", [True, False])
+def test_commands_of_other_users_are_shown_if_that_is_wanted(shows_commands: bool) -> None:
+    me = psutil.Process().username()
+    processes = [
+        ProcessReading("cuda:0", PID, "python", user, command="train --key 7")
+        for user in (me, "ada", None)
+    ]
+    store = SampleStore(shows_commands=shows_commands)
+    store.add(make_sample(processes=tuple(processes)))
+    shown = [one["command"] for one in json.loads(store.after(0))["sample"]["processes"]]
+    hidden = "train --key 7" if shows_commands else None
+    assert shown == ["train --key 7", hidden, hidden]
+    assert "--key" not in generate_latest(registry_of(store)).decode()
 
 
 def test_what_json_has_not_is_null_and_of_a_run_that_is_gone_the_last_stays() -> None:
@@ -285,9 +305,18 @@ def test_other_interfaces_have_any_name() -> None:
         assert ask(server, "/api/about", Host="gpu-box:8377").status == 200
 
 
+TOKEN = "gehéim ü, 16 letters"
+
+
+class Patient(MonitorServer):
+    """Does not wait."""
+
+    penalty = 0.0
+
+
 @pytest.mark.parametrize("in_header", [True, False])
 def test_the_token_opens_all_but_the_page(in_header: bool) -> None:
-    with site(token="gehéim ü") as server:
+    with site(kind=Patient, token=TOKEN) as server:
 
         def show(token: str, path: str) -> Any:
             if in_header:
@@ -296,11 +325,11 @@ def test_the_token_opens_all_but_the_page(in_header: bool) -> None:
             return ask(server, f"{path}?token={quote(token)}")
 
         for path in (*DATA, "/nothing"):
-            for token in ("wrong", "gehéim ü2", ""):
+            for token in ("wrong", f"{TOKEN}2", ""):
                 reply = show(token, path)
                 assert (reply.status, b"cuda" in reply.body) == (401, False)
                 assert reply.headers["WWW-Authenticate"].startswith("Bearer")
-            assert show("gehéim ü", path).status == (404 if path == "/nothing" else 200)
+            assert show(TOKEN, path).status == (404 if path == "/nothing" else 200)
         assert {ask(server, path).status for path in PAGE} == {200}
 
 
@@ -311,7 +340,7 @@ def test_an_address_that_cannot_be_used_is_told(machine: MonitorServer) -> None:
     used = ("127.0.0.1", machine.server_port)
     for host, port in (used, ("no-such-host.invalid", 0), ("192.0.2.1", 0)):
         with pytest.raises(ValueError, match=f"cannot serve at port {port} of {host}: .*--port 0"):
-            MonitorServer(host, port, {}, token="geheim")
+            MonitorServer(host, port, {}, token=TOKEN)
 
 
 @pytest.mark.parametrize("said", [b"GET\r\n\r\n", b"\x16\x03\x01 \xff\r\n\r\n"])
@@ -332,7 +361,10 @@ def test_a_fault_of_the_server_is_told_and_seen(capfd: pytest.CaptureFixture[str
 
     with MonitorServer("127.0.0.1", 0, {"/": Route(fail)}) as server, serving(server):
         assert ask(server, "/").status == 500
-    assert "ZeroDivisionError: of ours" in capfd.readouterr().err
+        assert ask(server, "/").status == 500
+    # In one line, which says where.
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(r"'/' cannot be answered: ZeroDivisionError: of ours \(.*serve.py:\d+\)", line)
 
 
 def wait_for_end(connection: socket.socket) -> bytes:
@@ -350,6 +382,55 @@ class Strict(MonitorServer):
 
     deadline = 0.3
     max_connections = 2
+
+
+class Small(MonitorServer):
+    """Has room for two connections, and for one of a client: an address, here."""
+
+    max_connections = 2
+    max_of_client = 1
+
+    def client_of(self, address: tuple[Any, ...]) -> str:
+        return str(address[0])
+
+
+def test_a_client_takes_no_more_than_its_part_of_the_connections() -> None:
+    with site(kind=Small) as server:
+        address = ("127.0.0.1", server.server_port)
+        with socket.create_connection(address) as silent:
+            silent.sendall(b"GET /")
+            with socket.create_connection(address) as second:
+                assert wait_for_end(second).startswith(b"HTTP/1.0 503 ")
+            with socket.create_connection(address, source_address=("127.0.0.2", 0)) as other:
+                other.sendall(b"GET /api/about HTTP/1.0\r\nHost: localhost\r\n\r\n")
+                assert b" 200 OK" in wait_for_end(other)
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+def test_on_this_machine_a_client_is_a_user(source: str) -> None:
+    """A user may take any address of loopback, and is one client with all of them."""
+    with site() as server:
+        there = ("127.0.0.1", server.server_port)
+        with socket.create_connection(there, source_address=(source, 0)) as connection:
+            assert server.client_of(connection.getsockname()) == f"user {os.geteuid()}"
+        assert server.client_of(("192.0.2.7", 4711)) == "192.0.2.7"
+        assert server.client_of(("::ffff:192.0.2.7", 4711, 0, 0)) == "192.0.2.7"
+
+
+def test_wrong_tokens_of_a_client_wait_behind_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Time:
+        monotonic = staticmethod(lambda: 7.0)
+        sleep = staticmethod(waits.append)
+
+    monkeypatch.setattr("dataparallel.tools.monitor.server.time", Time)
+    with site(token=TOKEN) as server:
+        for _ in range(3):
+            assert ask(server, "/metrics?token=wrong").status == 401
+        assert ask(server, "/metrics").status == 401
+        assert ask(server, f"/metrics?token={quote(TOKEN)}").status == 200
+    assert waits == [1.0, 2.0, 3.0]
 
 
 def test_connections_have_an_end_and_a_greatest_number() -> None:
@@ -391,7 +472,7 @@ def serve(*words: str) -> int:
 def test_it_serves_until_it_is_interrupted() -> None:
     words = ["monitor", "serve", "--port", "0", "--source", "cpu", "--interval", "0.2"]
     with subprocess.Popen(
-        [sys.executable, "-m", "dataparallel", *words, "--token", "geheim"],
+        [sys.executable, "-m", "dataparallel", *words, "--token", "geheim" * 3],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -406,7 +487,7 @@ def test_it_serves_until_it_is_interrupted() -> None:
             assert found is not None and lines[3].startswith("token:   needed")
             news: Any = {"points": []}
             while len(news["points"]) < 2:
-                address = f"http://127.0.0.1:{found[1]}/api/samples?token=geheim"
+                address = f"http://127.0.0.1:{found[1]}/api/samples?token={'geheim' * 3}"
                 with urllib.request.urlopen(address, timeout=30) as answer:
                     news = json.load(answer)
                 # As a page does.
@@ -432,10 +513,11 @@ COMMANDS: list[tuple[str, str | None, int, str, str]] = [
         (f"--host {host}", None, 2, f"whoever reaches {host} could read .*_TOKEN.*--no-tok", "page")
         for host in ("0.0.0.0", "::", "192.0.2.1")
     ),
-    ("--host 0.0.0.0", "geheim", 1, "token:   needed", "geheim|warning"),
-    ("--host 0.0.0.0 --no-token", "geheim", 1, r"everyone who reaches http://\S+:\d+/ m", "token:"),
+    ("--host 0.0.0.0", TOKEN, 1, "(?s)token:   needed.*plain HTTP.* also the token", "geheim"),
+    ("--host 0.0.0.0 --no-token", TOKEN, 1, "is plain HTTP: .*, and everyone who", "token:"),
     ("--token geheim --no-token", None, 2, "--no-token: not allowed with argument --tok", "page"),
-    ("--token=", None, 2, "the token is empty", "page"),
+    ("--token=", None, 2, "the token has 0 characters, but needs at least 16", "page"),
+    ("--port=0", f"{'x' * 15} ", 2, "the token has 15 characters, but needs", "page"),
     ("--port=-1", None, 2, "'-1' is no port; it is a number from 0 to 65535", "page:"),
     ("--port=http", None, 2, "'http' is no port", "page:"),
     (f"--port={'9' * 5000}", None, 2, f"'{'9' * 40}' is no port", "page:"),

@@ -198,11 +198,11 @@ def _add_serve(commands: Subparsers) -> None:
     parser = add_command(
         commands,
         "serve",
-        summary="Serve a page with live charts, and metrics for Prometheus.",
+        summary="Serve a page with live charts, and metrics for Prometheus, over plain HTTP.",
         examples=[
             "dataparallel monitor serve",
             "dataparallel monitor serve --port 0 --source cpu",
-            f"{TOKEN_VARIABLE}=secret dataparallel monitor serve --host 0.0.0.0",
+            f"{TOKEN_VARIABLE}=$TOKEN dataparallel monitor serve --host 0.0.0.0",
         ],
         run=_late("serve_command"),
     )
@@ -210,8 +210,8 @@ def _add_serve(commands: Subparsers) -> None:
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="name or address of the interface; 0.0.0.0 for all (default: 127.0.0.1, which only "
-        "this machine reaches)",
+        help="name or address of the interface; 0.0.0.0 for all. What is sent, the token too, is "
+        "not encrypted (default: 127.0.0.1, which only this machine reaches)",
     )
     parser.add_argument(
         "--port",
@@ -222,14 +222,20 @@ def _add_serve(commands: Subparsers) -> None:
     access = parser.add_mutually_exclusive_group()
     access.add_argument(
         "--token",
-        help="what readers must show; other users see options, so better set the environment "
-        f"variable {TOKEN_VARIABLE} (default: none is needed on the loopback address, and without "
-        "one there is no other address)",
+        help="what readers must show, at least 16 characters; other users see options, so better "
+        f"set the environment variable {TOKEN_VARIABLE} (default: none is needed on the loopback "
+        "address, and without one there is no other address)",
     )
     access.add_argument(
         "--no-token",
         action="store_true",
         help="answer whoever reaches the address, which need not be loopback (default: off)",
+    )
+    parser.add_argument(
+        "--commands",
+        action="store_true",
+        help="show the whole commands of other users' processes, which may hold what is secret, "
+        "and not only their names (default: off)",
     )
 
 

@@ -6,8 +6,10 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
+
+import psutil
 
 from dataparallel.monitor.findings import ReplicaScore
 from dataparallel.monitor.run import RunState
@@ -33,14 +35,16 @@ class SampleStore:
     """A store for the charts of the last samples, and for the latest one as a whole.
 
     Each sample becomes text once, however many readers there are. There is room for half an hour of
-    one per second.
+    one per second. Commands of other users' processes are kept if it ``shows_commands``.
 
     Attributes:
         latest: The latest sample; None if there is none yet.
         runs: The runs that are watched, as they were last.
     """
 
-    def __init__(self, keep: int = 1800) -> None:
+    def __init__(self, keep: int = 1800, *, shows_commands: bool = False) -> None:
+        self._shows_commands = shows_commands
+        self._user = psutil.Process().username()
         self.latest: Sample | None = None
         self.runs: Sequence[RunReading] = ()
         self._history = History()
@@ -51,6 +55,12 @@ class SampleStore:
 
     def add(self, sample: Sample) -> None:
         """Keep one more sample; by one thread only."""
+        if not self._shows_commands:
+            shown = (
+                one if one.user == self._user else replace(one, command=None)
+                for one in sample.processes
+            )
+            sample = replace(sample, processes=tuple(shown))
         history = self._history
         history.add(sample)
         known = history.runs

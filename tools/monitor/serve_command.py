@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     open_to_all: bool = arguments.no_token
     given = arguments.token if arguments.token is not None else os.environ.get(TOKEN_VARIABLE)
     token = None if open_to_all else given
-    store = SampleStore()
+    store = SampleStore(shows_commands=arguments.commands)
     site = routes(store, arguments.interval)
     with MonitorServer(
         arguments.host, arguments.port, site, token=token, for_anyone=open_to_all
@@ -64,10 +64,16 @@ def _say_where(server: MonitorServer) -> None:
     print(f"page:    {url}", f"metrics: {url}metrics", "Ctrl-C ends it", sep="\n", flush=True)
     if server.token is not None:
         print(f"token:   needed; the page asks for it (or open {url}?token=TOKEN)", flush=True)
-    elif not server.is_loopback:
+        told = "also the token, can be read on the way"
+    else:
+        told = (
+            "can be read on the way, and everyone who reaches it may read names of processes and "
+            f"users, as --no-token says; {TOKEN_VARIABLE} lets only those read who know it"
+        )
+    if not server.is_loopback:
         print(
-            f"dataparallel: warning: everyone who reaches {url} may read names of processes and "
-            f"users, as --no-token says; {TOKEN_VARIABLE} lets only those read who know it",
+            f"dataparallel: warning: {url} is plain HTTP: what it sends, {told}. Use a tunnel "
+            "(ssh -L) or a proxy with TLS in networks that others share",
             file=sys.stderr,
             flush=True,
         )

@@ -6,10 +6,11 @@ The server is bound to loopback unless told otherwise, and only reads. Two thing
 kept out. A page of somewhere else whose name was made to lead here (DNS rebinding). A server on
 loopback answers only if it is called by a name of loopback. And other users of the machine: for
 them there is the token. The files of the page hold nothing secret, so they come without it and can
-ask for it.
+ask for it. A wrong token gets its answer late, and behind those of the same client before it.
 
-A connection carries one request and has an end, however slowly it is spoken; there are only so many
-at a time.
+A connection carries one request and has an end, however slowly it is spoken. There are only so many
+at a time, and of one client only a part of them. A client is an address, on loopback a user of this
+machine, whom the system knows.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import math
 import socket
 import socketserver
+import sys
 import threading
 import time
 import traceback
@@ -26,6 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -40,6 +44,10 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+#: A token of fewer characters may be guessed.
+_SHORTEST_TOKEN = 16
 
 
 @dataclass(frozen=True)
@@ -75,14 +83,20 @@ class MonitorServer(ThreadingHTTPServer):
         host: Name or address of the interface.
         port: Its port; 0 for any that is free.
         routes: The routes, by path.
-        token: The token that readers must show; None if they need nothing. Default: None.
+        token: The token that readers must show, of at least 16 characters; None if they need
+            nothing. Default: None.
         for_anyone: True if it answers beyond the loopback address without a token. Default: no.
     """
 
     #: Seconds within which a request must have come and its answer must have been taken.
     deadline = 15.0
-    #: Connections at the same time; one more is told to come back later.
+    #: Connections at the same time, of all and of one client; one more is to come back later.
     max_connections = 32
+    max_of_client = 8
+    #: Seconds for which a wrong token waits for its answer.
+    penalty = 1.0
+    #: Seconds in which the terminal is told of at most one fault.
+    quiet = 60.0
     daemon_threads = True
     #: If two servers could share a port, the second must be told of the first.
     allow_reuse_port = False
@@ -96,13 +110,19 @@ class MonitorServer(ThreadingHTTPServer):
         token: str | None = None,
         for_anyone: bool = False,
     ) -> None:
-        if token is not None and not token.strip():
-            raise ValueError("the token is empty; give one of at least one letter, or none at all")
+        if token is not None and len(token.strip()) < _SHORTEST_TOKEN:
+            raise ValueError(
+                f"the token has {len(token.strip())} characters, but needs at least "
+                f"{_SHORTEST_TOKEN}, so that nobody guesses it; `openssl rand -hex 16` makes one"
+            )
         self.routes = dict(routes)
         self.token = token
-        self._slots = threading.Semaphore(self.max_connections)
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}
+        #: Since when each connection is open, and of whom it is.
+        self._open: dict[socket.socket, tuple[float, str]] = {}
+        #: When the next wrong token of a client gets its answer, at the earliest.
+        self._due: dict[str, float] = {}
+        self._told = -math.inf
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -158,15 +178,43 @@ class MonitorServer(ThreadingHTTPServer):
             shown = request.query.get("token", "").encode("utf-8", "replace")
         return hmac.compare_digest(shown, self.token.encode())
 
+    def hold_up(self, connection: socket.socket) -> None:
+        """Let a connection wait, after the others of its client that have shown a wrong token."""
+        with self._lock:
+            now, client = time.monotonic(), self._open[connection][1]
+            self._due = {one: due for one, due in self._due.items() if due > now}
+            due = self._due[client] = self._due.get(client, now) + self.penalty
+        time.sleep(due - now)
+
+    def tell(self, what: str, error: Exception) -> None:
+        """Tell the terminal of a fault of ours, in one line, and of no further one for a while."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told < self.quiet:
+                return
+            self._told = now
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        print(
+            f"dataparallel: {what} cannot be answered: {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno}); more such faults are told after "
+            f"{self.quiet:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
     # --- connections -----------------------------------------------------------------------------
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, if there are not too many."""
-        if not self._slots.acquire(blocking=False):
+        client = self.client_of(client_address)
+        with self._lock:
+            number = sum(one == client for _, one in self._open.values())
+            has_room = len(self._open) < self.max_connections and number < self.max_of_client
+            if has_room:
+                self._open[request] = time.monotonic(), client
+        if not has_room:
             self._refuse(request)
             return
-        with self._lock:
-            self._open[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -184,9 +232,13 @@ class MonitorServer(ThreadingHTTPServer):
         """End the connections that last too long."""
         now = time.monotonic()
         with self._lock:
-            late = [one for one, since in self._open.items() if now - since > self.deadline]
+            late = [
+                connection
+                for connection, (since, _) in self._open.items()
+                if now - since > self.deadline
+            ]
             for connection in late:
-                self._open[connection] = now
+                self._open[connection] = now, self._open[connection][1]
         for connection in late:
             # Its thread, which waits for it, gets an end of file and goes.
             with contextlib.suppress(OSError):
@@ -195,11 +247,27 @@ class MonitorServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of readers that went away; they may."""
 
+    def client_of(self, address: tuple[Any, ...]) -> str:
+        """Return whom a connection is of: an address, or a user of this machine."""
+        host = ipaddress.ip_address(address[0].split("%")[0])
+        host = getattr(host, "ipv4_mapped", None) or host
+        if host.is_loopback:
+            # As the system writes it: words of 32 bits, each in the order of this machine.
+            words = [host.packed[i : i + 4] for i in range(0, len(host.packed), 4)]
+            text = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+            port = f":{self.server_port:04X}"
+            with contextlib.suppress(OSError):
+                table = Path("/proc/net/tcp" if host.version == 4 else "/proc/net/tcp6")
+                for line in table.read_text().splitlines():
+                    fields = line.split()
+                    own, other = fields[1], fields[2]
+                    if own == f"{text}:{address[1]:04X}" and other.endswith(port):
+                        return f"user {fields[7]}"
+        return str(host)
+
     def _forget(self, request: Any) -> None:
         with self._lock:
-            known = self._open.pop(request, None)
-        if known is not None:
-            self._slots.release()
+            self._open.pop(request, None)
 
     def _refuse(self, request: Any) -> None:
         # Whoever asked may be gone.
@@ -222,9 +290,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         try:
             answer = self._answer()
-        except Exception:
+        except Exception as error:
             # A fault of ours must be seen, by whoever asks and in the terminal.
-            traceback.print_exc()
+            self.server.tell(f"{self.path.partition('?')[0]!r:.80}", error)
             answer = Response(b"the server has failed; its terminal shows how\n", status=500)
         self._send(answer)
 
@@ -243,6 +311,8 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(query, self.headers)  # type: ignore[arg-type]
         route = self.server.routes.get(address.path)
         if (route is None or not route.is_public) and not self.server.is_allowed(request):
+            if "token" in query or "Authorization" in self.headers:
+                self.server.hold_up(self.connection)
             return Response(
                 b"this needs the token of the server: send it as the header 'Authorization: Bearer"
                 b" TOKEN', or add ?token=TOKEN to the address\n",
@@ -256,6 +326,11 @@ class _Handler(BaseHTTPRequestHandler):
                 status=HTTPStatus.NOT_FOUND,
             )
         return route.answer(request)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no request, with the headers of all answers."""
+        told = message or HTTPStatus(code).phrase
+        self._send(Response(f"{told}\n".encode("utf-8", "replace"), status=code))
 
     def _send(self, answer: Response) -> None:
         self.send_response(answer.status)
