@@ -27,7 +27,9 @@ _PLACES = {
     "StepMonitor": "step_monitor",
     "StepRecord": "record",
     "devices": "machine",
+    "load_ipython_extension": "unmodified",
     "processes": "machine",
+    "unload_ipython_extension": "unmodified",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command `monitor run`: a program whose text knows nothing of it is watched as it is."""
+"""Programs and notebooks whose text knows nothing of the monitor are watched as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataparallel.tools.monitor.recording import read_recording
 
 #: It trains until its end is asked for, so that it is seen however slow the machine is.
 TRAINING = """
-import os, sys, time
+import builtins, os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 is_one_of_several = "RANK" in os.environ
@@ -37,6 +37,7 @@ while not is_over:
     is_over.fill_(os.path.exists("end"))
     if is_one_of_several:
         dist.all_reduce(is_over)
+print("is customized" if hasattr(builtins, "customized") else "is not")
 print("arguments", *sys.argv[1:], sum(p.sum().item() < 1e9 for p in model.parameters()))
 sys.exit(3)
 """
@@ -74,7 +75,7 @@ def test_a_program_is_watched_as_it_is(tmp_path: Path, num_ranks: int) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     own = tmp_path / "own"
     own.mkdir()
-    (own / "sitecustomize.py").write_text("print('the site is customized')\n")
+    (own / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = True\n")
     words = [sys.executable]
     if num_ranks > 1:
         words += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -86,7 +87,7 @@ def test_a_program_is_watched_as_it_is(tmp_path: Path, num_ranks: int) -> None:
     told, report = program.communicate()
     # That of torchrun is its own.
     assert program.returncode == (3 if num_ranks == 1 else 1), report
-    assert "arguments --name a b 2" in told and "the site is customized" in told
+    assert "arguments --name a b 2" in told and "is customized" in told
     assert "sitecustomize" not in report
     assert "optimizer of SGD" in report and "change first" in report
     if num_ranks == 2:
@@ -132,3 +133,56 @@ def test_no_program(tmp_path: Path) -> None:
     program = started(tmp_path)
     _, report = program.communicate()
     assert program.returncode == 2 and "there is no program to run: write it behind --" in report
+
+
+# --- notebooks -----------------------------------------------------------------------------------
+
+#: Executes cells as the kernel of a notebook does.
+NOTEBOOK = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+def cell(text):
+    result = shell.run_cell(text)
+    result.raise_error()
+    return result.result
+
+cell("%load_ext dataparallel.monitor")
+assert cell("%monitor") is None
+cell("import torch")
+cell('''
+def train(num_outputs, num_steps):
+    model = torch.nn.Linear(8, num_outputs)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(num_steps):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+''')
+assert cell("%monitor") is None
+optimizer = cell("optimizer = train(8, 30); optimizer")
+first = cell("%monitor").num_steps
+assert first > 20
+# The same training goes on in another cell, and then there is another one.
+cell("optimizer.step()")
+cell("optimizer.step()")
+assert cell("%monitor").num_steps >= first
+cell("train(4, 9)")
+assert 5 < cell("%monitor").num_steps < 9
+cell("%unload_ext dataparallel.monitor")
+cell("train(4, 9)")
+from dataparallel.monitor.step_monitor import num_watching
+assert num_watching() == 0
+cell("%reload_ext dataparallel.monitor")
+cell("train(4, 9)")
+assert num_watching() == 1
+"""
+
+
+def test_a_notebook_is_watched_cell_by_cell(tmp_path: Path) -> None:
+    environment = {**os.environ, "DATAPARALLEL_MONITOR_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", NOTEBOOK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.startswith("nothing was watched yet")
+    assert "cannot be watched" not in done.stderr
