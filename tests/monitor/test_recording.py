@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -85,14 +86,20 @@ def test_metrics_of_a_later_version_are_left_out(path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 40])
 def test_files_have_a_greatest_size_and_the_oldest_go(path: Path, keep: int) -> None:
-    record(path, *map(numbered, range(100)), max_bytes=4096, keep=keep)
-    for name in ("run.x", "run.010"):
+    told: list[str] = []
+    record(path, *map(numbered, range(100)), max_bytes=4096, keep=keep, tell=told.append)
+    for name in ("run.x", "run.010", "run.1.gz.new"):
         path.with_name(name).write_text("not a part")
-    parts = [path, *(path.with_suffix(f".{i + 1}") for i in range(keep))]
+    parts = [path, *(path.with_name(f"run.{i + 1}.gz") for i in range(keep))]
     # More than nine: they are numbers, not words.
     assert all(part.exists() for part in parts[:11])
-    assert all(part.stat().st_size <= 4096 for part in parts if part.exists())
+    assert all(part.stat().st_size < 1000 for part in parts[1:] if part.exists())
+    assert path.stat().st_size <= 4096
+    assert not [part for part in path.parent.iterdir() if part.name.endswith(("lock", ".1"))]
     kept = elapsed(path)
+    # It is told what is lost.
+    assert bool(told) == (keep == 1)
+    assert all("1 older files are kept, so the oldest one is dropped" in one for one in told)
     assert kept == list(map(float, range(100)))[-len(kept) :]
     assert (len(kept) == 100) == (keep == 40)
     # A crash, or a full disk, may come between two files; then it goes on.
@@ -111,7 +118,7 @@ def test_a_recording_is_continued_after_what_was_cut_off(path: Path, cut: int) -
     path.write_bytes(path.read_bytes()[: -cut or None])
     # Another process begins a new file within it: its parts are still those of one recording.
     record(path, *map(numbered, range(10, 14)), max_bytes=path.stat().st_size + 700)
-    assert path.with_suffix(".1").exists()
+    assert path.with_suffix(".1.gz").exists()
     # Without its line feed alone, the last line is whole again.
     kept = [0.0, 1.0] if cut > 1 else [0.0, 1.0, 2.0]
     assert elapsed(path, num_problems=cut > 1) == [*kept, 10.0, 11.0, 12.0, 13.0]
@@ -225,6 +232,33 @@ def test_a_second_recorder_on_the_same_file_is_refused(path: Path) -> None:
     # The lock ends with the recorder.
     record(path, numbered(30))
     assert elapsed(path)[-1] == 30.0
+
+
+def test_a_link_leads_to_the_same_recording(path: Path) -> None:
+    """A recorder at either name keeps others away, and readers find all parts."""
+    link = path.with_name("link")
+    link.symlink_to(path)
+    with SampleRecorder(link, max_bytes=4096) as first:
+        with pytest.raises(ValueError, match="somebody else is recording to"):
+            SampleRecorder(path)
+        for number in range(12):
+            first.record(numbered(number))
+    assert link.is_symlink() and elapsed(link) == elapsed(path) == list(map(float, range(12)))
+
+
+@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+def test_of_a_damaged_older_part_the_begin_is_read(path: Path, damage: str) -> None:
+    random = np.random.default_rng(0)
+    odd = [device(0, power=float(each)) for each in random.random(3000)]
+    record(path, *(sample(float(i), [one]) for i, one in enumerate(odd)), max_bytes=1_000_000)
+    older = path.with_name("run.1.gz")
+    data = older.read_bytes()
+    half = len(data) // 2
+    older.write_bytes(data[:half] if damage == "cut off" else data[:half] + b"\0" * half)
+    recording = read_recording(path)
+    assert f"{older} is damaged; its end is left out" in recording.problems[-1]
+    assert recording.samples[0].elapsed == 0.0 and recording.samples[-1].elapsed == 2999.0
+    assert len(recording.samples) < 3000
 
 
 # --- a full disk -------------------------------------------------------------------------------

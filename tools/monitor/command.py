@@ -181,16 +181,16 @@ def _add_record(commands: Subparsers) -> None:
         type=_max_size,
         default=100_000_000,
         metavar="SIZE",
-        help="greatest size of a file; then it is renamed to FILE.1, what was FILE.1 to FILE.2, "
-        "and so on (default: 100MB)",
+        help="greatest size of a file; then it is compressed to FILE.1.gz, what was FILE.1.gz is "
+        "renamed to FILE.2.gz, and so on (default: 100MB)",
     )
     parser.add_argument(
         "--keep",
         type=count,
-        default=5,
+        default=15,
         metavar="NUMBER",
-        help="how many older files are kept; so all take at most SIZE times NUMBER + 1 (default: "
-        "5)",
+        help="how many older files are kept; the oldest one is dropped, which is told (default: "
+        "15)",
     )
 
 

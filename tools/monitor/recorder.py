@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import gzip
 import json
-import logging.handlers
 import os
 import platform
+import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dataparallel.errors import needs_extra
 from dataparallel.monitor.sample import Sample, json_text
 from dataparallel.tools.monitor.recording import FORMAT, VERSION, older_parts, read_header
 from dataparallel.tools.monitor.units import seconds_text
 
 
-class SampleRecorder(logging.handlers.RotatingFileHandler):
-    """A writer of samples into files of capped size, which the standard library renames when full.
+class SampleRecorder:
+    """A writer of samples into files of capped size; see Note [Format of a recording].
 
     A recording that is there is continued. ``about`` goes into the header of a new one, and
     ``tell`` is called with what a user should know now.
@@ -35,27 +39,31 @@ class SampleRecorder(logging.handlers.RotatingFileHandler):
         path: Path,
         *,
         max_bytes: int = 100_000_000,
-        keep: int = 5,
+        keep: int = 15,
         about: Mapping[str, Any] | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._path = path
+        # Other links lead to the same file.
+        self._file = Path(os.path.realpath(path))
+        self._max_bytes = max_bytes
+        self._keep = keep
         self._tell = tell
         self._is_failing = False
         self._cost = 0.0
         self.num_samples = 0
         self.num_lost = 0
-        self._file_lock = _locked(path)
-        try:
-            self._header = (json.dumps(_header_of(path, about or {})) + "\n").encode()
-            super().__init__(path, maxBytes=max_bytes, backupCount=keep)
-        except OSError as error:
-            self._file_lock.release()
-            why = error.strerror or error
-            raise ValueError(f"cannot record to {path}: {why}; choose another file") from error
-        except BaseException:
-            self._file_lock.release()
-            raise
+        self._packing: threading.Thread | None = None
+        self._stream: FileIO | None = None
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(_locked(self._file))
+                self._header = (json.dumps(_header_of(self._file, about or {})) + "\n").encode()
+                self._stream = self._open()
+            except OSError as error:
+                why = error.strerror or error
+                raise ValueError(f"cannot record to {path}: {why}; choose another file") from error
+            self._lock = stack.pop_all()
 
     def __enter__(self) -> SampleRecorder:
         return self
@@ -65,15 +73,9 @@ class SampleRecorder(logging.handlers.RotatingFileHandler):
 
     def record(self, sample: Sample) -> None:
         """Write a sample; while that fails it is left out, which a message says once."""
-        text = json_text(sample.to_json())
+        rest = f"{json_text(sample.to_json())}\n".encode()
         try:
-            if self.stream is not None and self._is_elsewhere(self.stream.fileno()):
-                self.stream.close()
-                self.stream = None
-            if self.shouldRollover(logging.makeLogRecord({"msg": text})):
-                self.doRollover()
-            stream: Any = self.stream
-            rest = f"{text}\n".encode()
+            stream = self._ready(len(rest))
             while rest:
                 rest = rest[stream.write(rest) :]
         except OSError as error:
@@ -87,8 +89,10 @@ class SampleRecorder(logging.handlers.RotatingFileHandler):
 
     def close(self) -> None:
         """Let go of the file. A second call does nothing."""
-        super().close()
-        self._file_lock.release()
+        self._close_stream()
+        if self._packing is not None:
+            self._packing.join()
+        self._lock.close()
 
     def summary(self) -> str:
         """Summarize the recording in one line."""
@@ -99,9 +103,41 @@ class SampleRecorder(logging.handlers.RotatingFileHandler):
             told += f", {samples_text(self.num_lost)} could not be written"
         return told
 
-    def _open(self) -> Any:
+    def _ready(self, size: int) -> FileIO:
+        """Return the file to write to, a new one if this one has no room for so many bytes."""
+        stream = self._stream
+        if stream is not None and self._is_elsewhere(stream.fileno()):
+            self._close_stream()
+        stream = self._stream = self._stream or self._open()
+        if len(self._header) < stream.tell() > self._max_bytes - size:
+            self._close_stream()
+            self._rotate()
+            stream = self._stream = self._open()
+        return stream
+
+    def _rotate(self) -> None:
+        """Rename the file and the older ones, the oldest of which go; compress it meanwhile."""
+        if self._packing is not None:
+            self._packing.join()
+        for number, part in older_parts(self._file).items():
+            if number < self._keep:
+                suffix = ".gz" if part.suffix == ".gz" else ""
+                part.rename(f"{self._file}.{number + 1}{suffix}")
+            else:
+                part.unlink()
+                self._tell(
+                    f"{self._keep} older files are kept, so the oldest one is dropped, with "
+                    f"what {self._path} tells of its time; --keep keeps more"
+                )
+        newest = Path(f"{self._file}.1")
+        self._file.rename(newest)
+        # It takes seconds.
+        self._packing = threading.Thread(target=_pack, args=(newest,), daemon=True)
+        self._packing.start()
+
+    def _open(self) -> FileIO:
         """Open the file to append; a new one gets the header, of an old one the last line ends."""
-        stream = open(self.baseFilename, "ab", buffering=0)  # noqa: SIM115
+        stream = FileIO(self._file, "ab")
         try:
             first = b"\n" if stream.tell() else self._header
             if stream.write(first) < len(first):
@@ -113,20 +149,23 @@ class SampleRecorder(logging.handlers.RotatingFileHandler):
             raise
         return stream
 
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
     def _is_elsewhere(self, file: int) -> bool:
         """True if somebody has removed the file, or renamed it: nobody would find the samples."""
         try:
-            there = os.stat(self.baseFilename)
+            there = self._file.stat()
         except FileNotFoundError:
             return True
         return not os.path.samestat(there, os.fstat(file))
 
     def _lose(self, error: OSError) -> None:
         self.num_lost += 1
-        if self.stream is not None:
-            # The next line opens it again, behind what may be half a line.
-            self.stream.close()
-            self.stream = None
+        # The next line opens it again, behind what may be half a line.
+        self._close_stream()
         if not self._is_failing:
             self._is_failing = True
             self._tell(
@@ -135,24 +174,43 @@ class SampleRecorder(logging.handlers.RotatingFileHandler):
             )
 
 
-def _locked(path: Path) -> Any:
-    """Keep others from recording to the same file as long as this process lives."""
-    with needs_extra("monitor"):
-        import filelock
+def _pack(part: Path) -> None:
+    """Compress a file; where that fails, as on a full disk, it stays as it is."""
+    packed = Path(f"{part}.gz")
+    unfinished = Path(f"{packed}.new")
+    try:
+        with part.open("rb") as source, gzip.open(unfinished, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target)
+        unfinished.rename(packed)
+        part.unlink()
+    except OSError:
+        unfinished.unlink(missing_ok=True)
 
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep others from recording to the same file as long as this process lives."""
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise ValueError(
             f"cannot record to {path}: it is no file, or its folder does not exist; choose another "
             "one, or write samples into a pipe with `dataparallel monitor top --json`"
         )
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ValueError(
-            f"somebody else is recording to {path} now; end that, or choose another file"
-        ) from None
-    return lock
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        with lock.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"somebody else is recording to {path} now; end that, or choose another file"
+                ) from None
+            # The one who held it may have removed it since it was opened.
+            if lock.exists() and os.path.samefile(lock, file.fileno()):
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
+                return
 
 
 def _header_of(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +219,7 @@ def _header_of(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     # An empty file is one for whose first line a full disk had no room.
     is_empty = path.exists() and not path.stat().st_size
     is_continued = path.exists() and (not is_empty or bool(older))
-    for part in (*older, *([path] if is_continued and not is_empty else [])):
+    for part in (*older.values(), *([path] if is_continued and not is_empty else [])):
         try:
             header = read_header(part)
         except ValueError as error:

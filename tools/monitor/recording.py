@@ -5,24 +5,29 @@ Note [Format of a recording]
 The first line of a file is a header in JSON: ``"format"``, ``"version"`` and what is known of the
 recorder. Each further line is one :meth:`Sample.to_json`.
 
-When a file has its greatest size the recorder renames ``FILE.1`` to ``FILE.2`` and ``FILE`` to
-``FILE.1``, and begins ``FILE`` anew. So higher numbers are older. Parts of one recording have the
-same ``"recording"`` in their headers. If a recorder has continued a recording, an empty line ends a
-line that may be cut off before it. Then ``elapsed`` begins at 0 again.
+When a file has its greatest size the recorder renames ``FILE.1.gz`` to ``FILE.2.gz`` and ``FILE``
+to ``FILE.1``, which it compresses to ``FILE.1.gz``, and begins ``FILE`` anew. So higher numbers are
+older. Parts of one recording have the same ``"recording"`` in their headers. If a recorder has
+continued a recording, an empty line ends a line that may be cut off before it. Then ``elapsed``
+begins at 0 again.
 
 The reader passes over a line that is no sample, such as one that a crash has cut off, and tells it.
 """
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+import os
+import re
 import statistics
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from dataparallel.monitor.sample import Sample
 
@@ -31,6 +36,8 @@ VERSION = 3
 
 #: A first line that is longer is no header.
 _LONGEST_HEADER = 1 << 16
+#: The errors of reading a file; those of a compressed one, too.
+_DAMAGED = (OSError, EOFError, zlib.error)
 #: A pause that is so many times the usual interval is a gap: nothing is known of the time within.
 _GAP = 3.0
 
@@ -68,8 +75,8 @@ class RecordingReader:
     """A reader of a recording, sample by sample, as :func:`read_recording`, with its problems."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        path = Path(path)
-        self._parts = older_parts(path)
+        path = Path(os.path.realpath(path))
+        self._parts = [*older_parts(path).values()]
         # A full disk may come between the end of one part and the first line of the next.
         if path.exists() and not (self._parts and not path.stat().st_size):
             self._parts.append(path)
@@ -86,35 +93,48 @@ class RecordingReader:
             if read_header(part).get("recording") != self.header.get("recording"):
                 self.problems.append(f"{part} belongs to another recording; it is left out")
                 continue
-            with part.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if number == 1 or line == b"\n":
-                        continue
-                    try:
-                        yield Sample.from_json(json.loads(line))
-                    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-                        self.problems.append(
-                            f"{part}:{number}: this is no sample, it is left out: {error!s:.120}"
-                        )
+            try:
+                with _opened(part) as file:
+                    yield from self._samples_in(part, file)
+            except _DAMAGED as error:
+                self.problems.append(f"{part} is damaged; its end is left out: {error!s:.120}")
+
+    def _samples_in(self, part: Path, file: IO[bytes]) -> Iterator[Sample]:
+        for number, line in enumerate(file, start=1):
+            if number == 1 or line == b"\n":
+                continue
+            try:
+                yield Sample.from_json(json.loads(line))
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                self.problems.append(
+                    f"{part}:{number}: this is no sample, it is left out: {error!s:.120}"
+                )
 
 
-def older_parts(path: Path) -> list[Path]:
-    """Return the older files of a recording, the oldest first."""
-    parts = {part.suffix[1:]: part for part in path.parent.glob("*") if part.stem == path.name}
-    return [parts[key] for key in sorted(filter(_is_number, parts), key=int, reverse=True)]
+def older_parts(path: Path) -> dict[int, Path]:
+    """Return the older files of a recording by their numbers, the oldest first."""
+    found: dict[int, Path] = {}
+    for part in path.parent.glob("*"):
+        match = re.fullmatch(rf"{re.escape(path.name)}\.([1-9][0-9]*)(\.gz)?", part.name)
+        # One that is compressed just now is there twice.
+        if match and (match[2] or int(match[1]) not in found):
+            found[int(match[1])] = part
+    return dict(sorted(found.items(), reverse=True))
 
 
-def _is_number(suffix: str) -> bool:
-    return suffix.isdecimal() and suffix == str(int(suffix))
+def _opened(part: Path) -> IO[bytes]:
+    if part.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(part))
+    return part.open("rb")
 
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return the header of a file; ValueError if it is no recording, or one of another version."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             line = file.readline(_LONGEST_HEADER)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except _DAMAGED as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     try:
         header = json.loads(line)
     except (ValueError, RecursionError):
