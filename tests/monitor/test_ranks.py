@@ -162,7 +162,7 @@ def test_a_job_is_shown_as_one_and_what_its_ranks_share_is_told_once(golden: Gol
     # A message that the others wait for is not sent too slowly.
     assert "communication hook" not in kinds
     # Five steps a second of 16 samples, on each of two ranks.
-    lines = [line.plain for line in replica_lines(history.runs, None, 120, full=True)]
+    lines = [line.plain for line in replica_lines(history.runs, None, 120)[0]]
     golden("ranks_in_top", {"two ranks of a job, and another job": "\n".join(lines)})
 
 

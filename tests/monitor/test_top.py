@@ -236,7 +236,10 @@ OTHERS = (
     ProcessReading("cuda:4", 1, "other", "eve", 70 * GIB),
     ProcessReading("cuda:0", PID, "mine.py", "ada", GIB),
 )
-PART = DeviceReading("nvml:3:0", "MIG 3g.40gb", "nvml", "MIG-0", parent="cuda:3")
+#: NVML tells no utilization of an instance, but how many of its processors are busy.
+PART = DeviceReading(
+    "nvml:3:0", "MIG 3g.40gb", "nvml", "MIG-0", {"sm_active": 0.75}, parent="cuda:3"
+)
 CARD = DeviceReading("nvml:0", "A card", "nvml", values={"power": None})
 
 
@@ -296,22 +299,24 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return captured.out
 
 
-@pytest.mark.parametrize("case", ["pipe", "forced colors", "dumb terminal"])
+@pytest.mark.parametrize("case", ["pipe", "forced colors", "no colors", "dumb terminal"])
 def test_it_prints_every_sample_where_it_cannot_draw(
     case: str,
     sampler: FakeSampler,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if case == "forced colors":
+    if case.endswith("colors"):
         monkeypatch.setenv("FORCE_COLOR", "1")
     if case == "dumb terminal":
         monkeypatch.setenv("TERM", "dumb")
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    text = run(capsys)
+    text = run(capsys, *["--no-color"] * (case == "no colors"))
     assert text.count("TransformerLM") == 3 and sampler.closed == 1
-    assert ("\x1b[" in text) == (case == "forced colors") and ENTER not in text
-    assert max(map(len, text.splitlines())) <= 100 or case == "forced colors"
+    assert ("\x1b[" in text) == case.endswith("colors") and ENTER not in text
+    # Other colors than those of the terminal itself.
+    assert ("38;5;" in text or "38;2;" in text) == (case == "forced colors")
+    assert max(map(len, text.splitlines())) <= 100 or case.endswith("colors")
 
 
 def test_once_takes_two_samples_and_prints_one_view(
@@ -343,10 +348,15 @@ def test_json_gives_samples_that_can_be_read_again(
     assert read == [make_sample(tick) for tick in ticks]
 
 
-def test_an_output_that_knows_ascii_only_gets_question_marks(
-    sampler: FakeSampler, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("encoding", "options"), [("ascii", []), ("latin-1", []), ("utf-8", ["--ascii"])]
+)
+def test_an_output_without_blocks_is_drawn_in_ascii(
+    encoding: str, options: list[str], sampler: FakeSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii", errors="strict"))
-    assert cli.main(["monitor", "top", "--once"]) == 0
-    assert b"TransformerLM ? 5.88 steps/s" in raw.getvalue()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding, errors="strict"))
+    assert cli.main(["monitor", "top", "--once", *options]) == 0
+    text = raw.getvalue().decode("ascii")
+    assert "TransformerLM | 5.88 steps/s" in text and "########..  82 %" in text
+    assert "?" not in text

@@ -28,12 +28,13 @@ from dataparallel.monitor.readings.reading import HostReading, ProcessReading
 from dataparallel.monitor.sample import Sample
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import top_command
+from dataparallel.tools.monitor.bars import chart
 from dataparallel.tools.monitor.process_control import end_process
 from dataparallel.tools.monitor.process_rows import Row, arranged, as_tree
 from dataparallel.tools.monitor.top_app import TopApp
-from dataparallel.tools.monitor.top_widgets import Table
+from dataparallel.tools.monitor.top_widgets import Ascii, Table
 from dataparallel.tools.monitor.view import View
-from tests.monitor.cases import GIB, FakeSampler, make_sample
+from tests.monitor.cases import GIB, FakeSampler, make_device, make_sample
 from tests.monitor.golden import Golden
 
 SMALL = (80, 24)
@@ -70,7 +71,7 @@ class Screen:
         return [line for line in lines[begin:-1] if line]
 
 
-HEAD = "host mem  command"
+HEAD = "  command"
 
 
 def play(
@@ -127,6 +128,58 @@ def test_it_fits_every_terminal_and_every_new_size(golden: Golden) -> None:
 
     play(script, *(make_sample(tick, **VERSIONS) for tick in range(30)), size=SMALL)
     golden("top_app", {what: "\n".join(lines) for what, lines in shown.items()})
+
+
+def test_a_terminal_without_blocks_is_told_the_same_in_ascii(golden: Golden) -> None:
+    shown: dict[str, list[str]] = {}
+
+    async def script(screen: Screen) -> None:
+        shown["the view"] = await screen.lines()
+        shown["help"] = await screen.press("?")
+        shown["a filter"] = await screen.press("escape / a d a")
+
+    # 100 processes make a bar for scrolling.
+    many = tuple(process(i, f"x{i}.py") for i in range(100))
+    play(
+        script,
+        *(make_sample(tick, **VERSIONS, processes=many) for tick in range(30)),
+        size=SMALL,
+        line_filters=[Ascii()],
+    )
+    text = "\n".join(line for lines in shown.values() for line in lines)
+    assert text.isascii()
+    golden("top_ascii", {what: "\n".join(lines) for what, lines in shown.items()})
+
+
+def test_charts_of_each_device_need_room_and_else_there_is_one() -> None:
+    devices = tuple(make_device(i, {"utilization": i / 8}) for i in range(8))
+    shown = [make_sample(t, devices=devices, runs=(), processes=()) for t in range(9)]
+    found: dict[tuple[int, int], str] = {}
+
+    async def script(screen: Screen) -> None:
+        for size in ((200, 60), (120, 40), (80, 30), (80, 14)):
+            await screen.pilot.resize_terminal(*size)
+            lines = await screen.lines()
+            found[size] = next((line.strip("─ ") for line in lines if " last " in line), "")
+
+    play(script, *shown, size=SMALL)
+    each, whole = "each device, last 8 s", "mean of 8 devices, last 8 s"
+    assert list(found.values()) == [each, each, whole, ""]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "rows"),
+    [
+        # A quarter of a row is a dot; a little is not nothing, and too much is all.
+        ([0.5, 1.0, 0.25, 0.125, 0.001, 7.0], ["⢸⠀⢸", "⣿⣄⣸"]),
+        # The newest are on the right, and missing ones stay blank.
+        ([1.0, None], ["⠀⠀⡇", "⠀⠀⡇"]),
+        ([0.0] * 9 + [1.0], ["⠀⠀⢸", "⣀⣀⣸"]),
+    ],
+)
+def test_a_chart_has_two_ratios_a_cell(ratios: list[float | None], rows: list[str]) -> None:
+    lines = chart(ratios, 3, 2, lambda ratio: "red" if ratio > 0.9 else "green")
+    assert [line.plain for line in lines] == rows
 
 
 def test_phases_have_letters_where_there_are_no_colors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,11 +241,11 @@ def test_many_rows_scroll_with_the_one_that_is_chosen() -> None:
     async def script(screen: Screen) -> None:
         # The head stays; what does not fit any more is not the end of the list.
         for keys, first, last, chosen in (
-            ("end", 6, 1, 78),
-            ("home", 79, 74, 0),
-            ("pagedown pagedown up", 72, 67, 11),
-            ("/ x 7 enter end", 74, 7, 10),
-            ("escape", 74, 69, 72),
+            ("end", 3, 1, 78),
+            ("home", 79, 77, 0),
+            ("pagedown pagedown up", 75, 73, 5),
+            ("/ x 7 enter end", 71, 7, 10),
+            ("escape", 71, 69, 72),
         ):
             head, *rows = [line.split()[0] for line in await screen.table(keys)]
             found = screen.app.query_one(Table).cursor
@@ -242,7 +295,7 @@ def test_parents_are_those_of_this_machine() -> None:
 
 def test_a_click_on_a_head_sorts_and_another_one_the_other_way_around() -> None:
     async def script(screen: Screen) -> None:
-        for marks in ("util▼", "util▲"):
+        for marks in ("util↓", "util↑"):
             head = (await screen.table())[0]
             await screen.pilot.click("#processes", offset=(head.index("util") + 1, 0))
             assert marks in (await screen.table())[0]

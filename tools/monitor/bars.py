@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from dataparallel.monitor.record import Segment
@@ -12,9 +13,27 @@ from dataparallel.threads import PHASES, Phase
 from dataparallel.tools.monitor.palette import PHASE_STYLES
 
 #: With as much light as can be read on a dark ground and on a bright one.
-ALARM, WARNING, ACCENT = "#e5484d", "#b87a00", "#0e93a8"
+ALARM, WARNING, ACCENT, IDLE = "#e5484d", "#b87a00", "#0e93a8", "#7c8794"
 
-_LEVELS = "▁▂▃▄▅▆▇█"
+#: The first of the characters with dots in two columns of four, and the bits of so many dots from
+#: below, on the left and on the right.
+_DOTS, _LEFT, _RIGHT = 0x2800, (0, 0x40, 0x44, 0x46, 0x47), (0, 0x80, 0xA0, 0xB0, 0xB8)
+
+#: All characters of ours that ASCII does not have, and what stands for them there.
+_ASCII = {
+    **dict(zip("█░·─│└├╭╮╰╯", "#.|-|`|++++", strict=True)),
+    **dict(zip("✖▲▸↑↓←→°µ…", "x!>^v<> u.", strict=True)),
+    # Textual's bars for scrolling.
+    **dict.fromkeys("▁▂▃▄▅▆▇▉▊▋▌▍▎▏", "#"),
+    **{chr(_DOTS + bits): " ..::||##"[bits.bit_count()] for bits in range(256)},
+}
+
+
+def in_ascii(text: str) -> str:
+    """Return a text in ASCII that takes as many cells."""
+    if text.isascii():
+        return text
+    return "".join(c if c.isascii() else _ASCII.get(c, "?" * cell_len(c)) for c in text)
 
 
 def clean(text: str) -> str:
@@ -63,13 +82,23 @@ def bar(ratio: float | None, width: int, color: str) -> Text:
     return Text.assemble(("█" * filled, color), ("░" * (width - filled), "dim"))
 
 
-def sparkline(values: Sequence[float | None], width: int, color: str) -> Text:
-    """Return the last ratios, the newest on the right; missing ones are left blank."""
-    last = values[-width:]
-    cells = (
-        " " if value is None else _LEVELS[min(7, max(0, round(value * 8) - 1))] for value in last
-    )
-    return Text.assemble(("".join(cells).rjust(width), color))
+def chart(
+    values: Sequence[float | None], width: int, height: int, style: Callable[[float], str]
+) -> list[Text]:
+    """Return the last ratios as columns of dots, two a cell, the newest on the right.
+
+    ``style`` gives the color of a ratio; missing ones are left blank.
+    """
+    last = [*[None] * (2 * width), *values][-2 * width :]
+    # A little is not nothing.
+    tops = [0 if v is None else max(1, round(min(1.0, v) * 4 * height)) for v in last]
+    colors = [style(max(v or 0.0 for v in last[i : i + 2])) for i in range(0, 2 * width, 2)]
+    lines = []
+    for below in range(4 * height - 4, -1, -4):
+        dots = [min(4, max(0, top - below)) for top in tops]
+        cells = zip(dots[::2], dots[1::2], colors, strict=True)
+        lines.append(Text.assemble(*((chr(_DOTS + _LEFT[a] + _RIGHT[b]), c) for a, b, c in cells)))
+    return lines
 
 
 def phase_block(phase: Phase, width: int) -> Text:

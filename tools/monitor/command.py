@@ -121,6 +121,16 @@ def _add_top(commands: Subparsers) -> None:
         "--json", action="store_true", help="print samples as JSON, one object per line"
     )
     parser.add_argument("--read-only", action="store_true", help="offer no keys that end processes")
+    parser.add_argument(
+        "--ascii",
+        action="store_true",
+        help="draw with ASCII alone (default: only where the terminal's encoding has nothing else)",
+    )
+    parser.add_argument(
+        "--no-color",
+        action="store_true",
+        help="show no colors (default: they are shown, unless NO_COLOR is set)",
+    )
 
 
 def _add_run(commands: Subparsers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from dataparallel.monitor.findings import Finding, ReplicaScore
 from dataparallel.monitor.readings.reading import DeviceReading
@@ -21,6 +22,9 @@ _MAX_SAMPLES = 600
 _WINDOW = 10.0
 #: A run that makes no step for so many times the usual time is stuck.
 _MANY_STEPS = 5.0
+
+#: The time of each sample, and the load of a device and the share of its memory in use then.
+Course: TypeAlias = Sequence[tuple[float, float | None, float | None]]
 
 
 class RunHistory:
@@ -149,7 +153,7 @@ class History:
         self.sample: Sample | None = None
         self.changes: dict[str, list[Finding]] = {}
         self._runs: dict[tuple[str, int, int], RunHistory] = {}
-        self._courses: dict[str, deque[float | None]] = {}
+        self._courses: dict[str, deque[tuple[float, float | None, float | None]]] = {}
         self.since = Since()
 
     def add(self, sample: Sample) -> None:
@@ -158,13 +162,14 @@ class History:
             # A recording that was begun anew: durations count from here.
             self.since.clear()
             self._runs.clear()
+            self._courses.clear()
         self.sample = sample
         self._add_runs(sample)
         self.changes = self._find_changes()
-        busy = {device.identity: device.value("utilization") for device in sample.devices}
-        for name in dict.fromkeys([*self._courses, *busy]):
+        now = {one.identity: (one.load, one.memory_share) for one in sample.devices}
+        for name in dict.fromkeys([*self._courses, *now]):
             course = self._courses.setdefault(name, deque(maxlen=_MAX_SAMPLES))
-            course.append(busy.get(name))
+            course.append((sample.elapsed, *now.get(name, (None, None))))
 
     def _add_runs(self, sample: Sample) -> None:
         states = {state.identity: state for state in sample.runs}
@@ -200,8 +205,8 @@ class History:
         """Return the late history of each run that is watched, by job and rank."""
         return sorted(self._runs.values(), key=lambda run: run.state.order)
 
-    def course(self, device: DeviceReading) -> Sequence[float | None]:
-        """Return the last utilizations of a device, the newest last; one per sample."""
+    def course(self, device: DeviceReading) -> Course:
+        """Return the last samples of a device, the newest last."""
         return tuple(self._courses.get(device.identity, ()))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from rich.cells import cell_len
@@ -54,8 +53,11 @@ COLUMNS = (
     Column("util", lambda p: p.utilization, units.percent_text),
     Column("cpu", lambda p: p.cpu, units.percent_text),
     Column("host mem", lambda p: p.host_memory, units.bytes_text),
+    Column("running", lambda p: p.running, units.seconds_text),
     Column("command", lambda p: p.command or p.name, clean, is_number=False),
 )
+#: From so many cells on there is room for all of them.
+_WIDE = 100
 NAMES = tuple(column.name for column in COLUMNS)
 
 
@@ -136,17 +138,16 @@ def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Ro
 
 
 def table(
-    rows: Sequence[Row],
-    own: Container[int],
-    marks: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[list[Text], list[int]]:
+    rows: Sequence[Row], own: Container[int], width: int, sort: str = "", mark: str = ""
+) -> tuple[list[Text], dict[str, int]]:
     """Return a head and the rows, and where each column ends.
 
-    Processes of runs that are watched (``own``) stand out. ``marks`` tells what stands behind the
-    names of columns.
+    Processes of runs that are watched (``own``) stand out, and ``mark`` stands behind the column
+    ``sort``. A small ``width`` is for the command.
     """
-    heads = [one.name + marks.get(one.name, "") for one in COLUMNS]
-    texts = [heads, *([one.text(row) for one in COLUMNS] for row in rows)]
+    columns = [one for one in COLUMNS if width >= _WIDE or one.name != "running"]
+    heads = [one.name + mark * (one.name == sort) for one in columns]
+    texts = [heads, *([one.text(row) for one in columns] for row in rows)]
     widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
     lines = []
     for row, cells in zip((None, *rows), texts, strict=True):
@@ -155,8 +156,11 @@ def table(
         if pid in own:
             sign, style = ">", f"bold {ACCENT}"
         padded = [sign]
-        for one, cell, width in zip(COLUMNS, cells, widths, strict=True):
-            room = " " * (width - cell_len(cell))
+        for one, cell, size in zip(columns, cells, widths, strict=True):
+            room = " " * (size - cell_len(cell))
             padded.append(room + cell if one.is_number else cell + room)
         lines.append(Text("  ".join(padded).rstrip(), style))
-    return lines, list(itertools.accumulate((width + 2 for width in widths), initial=1))[1:]
+    ends = itertools.accumulate((size + 2 for size in widths), initial=1)
+    return lines, dict(
+        zip((one.name for one in columns), itertools.islice(ends, 1, None), strict=True)
+    )

@@ -29,22 +29,27 @@ _SHORT = {"reduce across processes": "reduce X", "reduce local": "reduce R"}
 
 
 def replica_lines(
-    runs: Sequence[RunHistory], host: HostReading | None, width: int, *, full: bool
-) -> list[Text]:
-    """Return lines of runs, with their speed, and of replicas; if not full, lines that change."""
+    runs: Sequence[RunHistory], host: HostReading | None, width: int
+) -> tuple[list[Text], list[Text]]:
+    """Return all lines of runs, with their speed, and of replicas, and only those that change."""
     states = [run.state for run in runs]
     groups: dict[object, list[RunHistory]] = {}
     for run in runs:
         same = run.state.job, model_name(run.state, states)
         groups.setdefault(same, []).append(run)
-    lines = [line for group in groups.values() for line in _job_lines(group, width, full=full)]
-    if full and runs and host is not None and host.threads:
-        lines.append(_threads(host.threads))
-    return lines
+    long: list[Text] = []
+    short: list[Text] = []
+    for group in groups.values():
+        before, lines, after = _job_lines(group, width)
+        long += [*before, *lines, after]
+        short += lines
+    if runs and host is not None and host.threads:
+        long.append(_threads(host.threads))
+    return long, short
 
 
-def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Text]:
-    """Return the lines of the ranks that train one module together."""
+def _job_lines(runs: Sequence[RunHistory], width: int) -> tuple[list[Text], list[Text], Text]:
+    """Return the lines of the ranks that train one module together, and those around them."""
     number = "rank.#  " if len(runs) > 1 else "#  "
     room = width - len(number) - sum(_WIDTHS) - 3
     half = room // 2
@@ -59,8 +64,6 @@ def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Te
             if run.gone_for is not None:
                 row.stylize("dim")
             rows.append(row)
-    if not full:
-        return [_speed(runs), *rows]
     first = runs[0]
     last = first.state.last
     step = "last step" if last is None else f"last {units.seconds_text(last.seconds)}"
@@ -71,14 +74,9 @@ def _job_lines(runs: Sequence[RunHistory], width: int, *, full: bool) -> list[Te
     head.append_text(column(f"  {lately}", half + 2)).append(f" {step}")
     head.stylize("dim")
     is_there = any(run.gone_for is None for run in runs)
-    return [
-        heading("replicas" if is_there else "replicas, as they were last", width),
-        _about(runs),
-        _speed(runs),
-        head,
-        *rows,
-        _legend([share for each in shares for share in each]),
-    ]
+    title = heading("replicas" if is_there else "replicas, as they were last", width)
+    legend = _legend([share for each in shares for share in each])
+    return [title, _about(runs)], [_speed(runs), head, *rows], legend
 
 
 def _about(runs: Sequence[RunHistory]) -> Text:

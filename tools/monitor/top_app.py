@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
 from textual import on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer, Input
+from textual.containers import Horizontal
+from textual.filter import LineFilter
+from textual.widgets import Footer, Input, Label
 
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.reading import ProcessReading
@@ -33,8 +35,8 @@ from dataparallel.tools.monitor.view import View
 
 #: New samples, a signal and the end of sampling are seen within so many seconds.
 _TICK = 0.1
-#: So many rows of the table stay visible, however much there is to tell of devices and replicas.
-_FEWEST_ROWS = 5
+#: So many rows of the table stay visible beside details, and beside what is not left out.
+_ROWS, _FEWEST_ROWS = 5, 3
 _PATTERN = "words, user:NAME or device:NAME; Enter keeps, Esc ends it"
 
 
@@ -52,6 +54,7 @@ class TopApp(App[None]):
     Lines { scrollbar-size: 0 1; }
     #head { overflow: hidden; }
     #processes { height: 1fr; }
+    #filter { height: 1; }
     .hidden { display: none; }
     Panel { align: center middle; }
     Panel VerticalScroll { width: 90%; max-width: 110; height: auto; max-height: 90%; }
@@ -90,6 +93,7 @@ class TopApp(App[None]):
         *,
         is_live: bool = True,
         read_only: bool = False,
+        line_filters: Sequence[LineFilter] = (),
     ) -> None:
         # The terminal's own colors, so that it may be dark or bright; and none with NO_COLOR.
         super().__init__(ansi_color=True)
@@ -105,14 +109,20 @@ class TopApp(App[None]):
         self._rows: list[Row] = []
         self._parents = HostProcesses()
         self._sort, self._descending, self._is_tree = "memory", True, False
-        self._ends: Sequence[int] = ()
+        self._ends: Mapping[str, int] = {}
         self._head, self._machine = Lines("head"), Lines("machine")
         self._table = Table("processes")
-        self._pattern = Input(placeholder=_PATTERN, compact=True, classes="hidden")
+        self._pattern = Input(placeholder=_PATTERN, compact=True)
+        self._filter = Horizontal(Label("filter "), self._pattern, id="filter", classes="hidden")
+        self._line_filters = line_filters
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
-        yield from (self._head, self._machine, self._table, self._pattern, Footer(compact=True))
+        yield from (self._head, self._machine, self._table, self._filter, Footer(compact=True))
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Return what changes the lines at last, for terminals that have less."""
+        return [*super().get_line_filters(), *self._line_filters]
 
     def on_mount(self) -> None:
         """Begin to show what comes."""
@@ -152,23 +162,22 @@ class TopApp(App[None]):
         width, height = self.size.width, self.size.height
         sample = self._view.history.sample
         head = self._view.heading(width, "the end" if self._is_over else "")
-        head += self._view.summary(width)
+        head += self._view.summary(width, height // 6)
         self._head.show(head)
         self._head.set_styles(height=len(head))
         self._draw_rows(() if sample is None else sample.processes)
-        num_rows = min(len(self._rows), max(_FEWEST_ROWS, height // 4))
         has_table = bool(self._rows or self._pattern.value)
         if has_table and self._table.has_class("hidden") and not self._pattern.has_focus:
             self._table.focus()
         self._table.set_class(not has_table, "hidden")
-        has_pattern = not self._pattern.has_class("hidden")
-        room = height - len(head) - 1 - has_pattern - (num_rows + 1) * has_table
-        for full in (True, False):
-            lines = self._view.machine(width - 1, full=full)
-            if len(lines) <= room:
-                break
+        has_filter = not self._filter.has_class("hidden")
+        rooms = [
+            height - len(head) - 1 - has_filter - (min(len(self._rows), rows) + 1) * has_table
+            for rows in (max(_ROWS, height // 4), _FEWEST_ROWS)
+        ]
+        lines = self._view.machine(width - 1, rooms[0])
         self._machine.show(lines)
-        self._machine.set_styles(height=max(1, min(len(lines), room)) if has_table else "1fr")
+        self._machine.set_styles(height=max(1, min(len(lines), rooms[1])) if has_table else "1fr")
 
     def _draw_rows(self, processes: Sequence[ProcessReading]) -> None:
         selected = self._selected
@@ -180,8 +189,9 @@ class TopApp(App[None]):
             own = [row.process for row in rows]
             rows = as_tree(rows, ancestors(own, self._parents) if self._is_live else ())
         self._rows = rows
-        mark = "▼" if self._descending else "▲"
-        lines, self._ends = table(rows, self._view.own_pids(), {self._sort: mark})
+        mark = "↓" if self._descending else "↑"
+        watched, width = self._view.own_pids(), self.size.width
+        lines, self._ends = table(rows, watched, width, self._sort, mark)
         self._table.show(lines)
         # The selection stays on its row wherever that goes, also out of sight.
         places: dict[object, int] = {row.key: place for place, row in enumerate(rows)}
@@ -221,7 +231,7 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Ask for a filter."""
-        self._pattern.remove_class("hidden")
+        self._filter.remove_class("hidden")
         self._pattern.focus()
         self._draw()
 
@@ -231,7 +241,7 @@ class TopApp(App[None]):
 
     @on(Input.Submitted)
     def _keep_filter(self) -> None:
-        self._pattern.set_class(not self._pattern.value, "hidden")
+        self._filter.set_class(not self._pattern.value, "hidden")
         self._table.focus()
         self._draw()
 
@@ -242,7 +252,7 @@ class TopApp(App[None]):
 
     @on(Table.HeadClicked)
     def _sort_by_head(self, event: Table.HeadClicked) -> None:
-        for name, end in zip(NAMES, self._ends, strict=True):
+        for name, end in self._ends.items():
             if event.x < end:
                 self._sort_by(name)
                 break

@@ -19,6 +19,7 @@ from rich.console import Console
 from dataparallel.errors import needs_extra
 from dataparallel.monitor.sample import Sample, json_text
 from dataparallel.monitor.sampler import Sampler
+from dataparallel.tools.monitor import bars
 from dataparallel.tools.monitor.background import BackgroundSampler
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.signals import TimelyEnd, handled
@@ -36,50 +37,47 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         # Nobody waits for a recording of which only the end is shown.
         interval, speed = min(interval, _SHORT), math.inf
-    options = argparse.Namespace(**{**vars(arguments), "interval": interval, "speed": speed})
     is_live = arguments.source in SOURCES
-    console = Console(highlight=False)
+    console = Console(highlight=False, no_color=arguments.no_color or None)
     # Keys come from the input, and textual draws on the third one.
     streams = (keys := sys.__stdin__, sys.__stdout__, sys.__stderr__)
     is_terminal = all(stream is not None and stream.isatty() for stream in streams)
     is_app = is_terminal and not (console.is_dumb_terminal or arguments.once or arguments.json)
+    encoding = getattr(sys.__stderr__ if is_app else sys.stdout, "encoding", None) or "utf-8"
+    changed = {"ascii": arguments.ascii or b"?" in "█⣿".encode(encoding, "replace")}
+    changed |= {"interval": interval, "speed": speed}
+    options = argparse.Namespace(**{**vars(arguments), **changed})
     if keys is not None and is_app:
         with TimelyEnd(keys) as end, open_sampler(options) as sampler:
-            return run_app(sampler, end, is_live=is_live, read_only=arguments.read_only)
+            return run_app(sampler, end, options, is_live=is_live)
     with open_sampler(options) as sampler:
         samples: Iterable[Sample] = sampler.samples()
         if arguments.once and is_live:
             samples = itertools.islice(samples, 2)
+        view = View()
         if arguments.json:
             for sample in deque(samples, maxlen=1) if arguments.once else samples:
                 print(json_text(sample.to_json()), flush=True)
-        else:
-            print_views(samples, View(), console, only_last=arguments.once)
+            return 0
+        for number, sample in enumerate(samples):
+            view.add(sample)
+            if not arguments.once:
+                print("\n" if number else "", end="")
+                _print(view, console, encoding, in_ascii=options.ascii)
+    if arguments.once:
+        _print(view, console, encoding, in_ascii=options.ascii)
     return 0
 
 
-def print_views(
-    samples: Iterable[Sample], view: View, console: Console, *, only_last: bool
-) -> None:
-    """Print the view for every sample, or once when all have come."""
-    for number, sample in enumerate(samples):
-        view.add(sample)
-        if not only_last:
-            print("\n" if number else "", end="")
-            _print(view, console)
-    if only_last:
-        _print(view, console)
-
-
-def _print(view: View, console: Console) -> None:
+def _print(view: View, console: Console, encoding: str, *, in_ascii: bool) -> None:
     # Printed by Python, so that an output that is full or gone fails as for all commands.
     with console.capture() as captured:
         console.print(view)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(captured.get().encode(encoding, "replace").decode(encoding), end="", flush=True)
+    text = bars.in_ascii(captured.get()) if in_ascii else captured.get()
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
-def run_app(sampler: Sampler, end: TimelyEnd, *, is_live: bool, read_only: bool) -> int:
+def run_app(sampler: Sampler, end: TimelyEnd, options: argparse.Namespace, *, is_live: bool) -> int:
     """Show the view until q is pressed, or Ctrl-C; then the terminal is as it was before.
 
     Raises:
@@ -88,7 +86,10 @@ def run_app(sampler: Sampler, end: TimelyEnd, *, is_live: bool, read_only: bool)
     """
     # Printing needs no textual.
     with needs_extra("monitor"):
+        from textual.filter import NoColor
+
         from dataparallel.tools.monitor.top_app import TopApp
+        from dataparallel.tools.monitor.top_widgets import Ascii
 
     arrived: deque[Sample] = deque(maxlen=_MOST_ARRIVED)
     # Ctrl-C from elsewhere, a polite kill, and the terminal's window that is closed. An ignored
@@ -106,7 +107,8 @@ def run_app(sampler: Sampler, end: TimelyEnd, *, is_live: bool, read_only: bool)
             lambda: background.has_ended,
             end.received,
             is_live=is_live,
-            read_only=read_only,
+            read_only=options.read_only,
+            line_filters=[Ascii()] * options.ascii + [NoColor()] * options.no_color,
         )
         app.run()
     if end.received:

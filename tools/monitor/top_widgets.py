@@ -12,7 +12,9 @@ from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.containers import Horizontal, VerticalScroll
+from textual.filter import LineFilter
 from textual.geometry import Size
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -20,7 +22,17 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Button, Static
 
+from dataparallel.tools.monitor.bars import in_ascii
+
 _CURSOR = Style(reverse=True)
+
+
+class Ascii(LineFilter):
+    """A filter for terminals that show ASCII alone."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """Return the segments in ASCII."""
+        return [Segment(in_ascii(text), style, control) for text, style, control in segments]
 
 
 class Lines(ScrollView):

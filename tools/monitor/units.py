@@ -30,19 +30,14 @@ def _scaled_bytes(value: float, scale: float) -> tuple[str, str]:
     return (f"{value / 1024**step:.1f}" if step else f"{value:.0f}"), _BINARY[step]
 
 
-def rate_text(value: float | None) -> str:
-    """Bytes per second, for example ``1.2 GB/s``, as links are specified."""
-    return NOT_AVAILABLE if value is None else f"{count_text(value, ' ')}B/s"
-
-
-def count_text(value: float | None, space: str = "") -> str:
+def count_text(value: float | None) -> str:
     """Return a number, for example ``950``, ``12.3k``, ``1.2M``."""
     if value is None:
         return NOT_AVAILABLE
     for factor, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
-            return f"{value / factor:.1f}{space}{sign}"
-    return f"{value:.0f}{space}"
+            return f"{value / factor:.1f}{sign}"
+    return f"{value:.0f}"
 
 
 def watts_of_text(value: float | None, limit: float | None) -> str:

@@ -56,6 +56,18 @@ class DeviceReading:
         """The reasons why it is slower than at full load."""
         return tuple(reason for reason in self.throttle if reason != POWER_LIMIT)
 
+    @property
+    def load(self) -> float | None:
+        """The share of time in which it works; of a MIG instance, of its processors that do."""
+        told = self.value("utilization")
+        return self.value("sm_active") if told is None else told
+
+    @property
+    def memory_share(self) -> float | None:
+        """The share of its memory that is in use."""
+        used, total = self.value("memory_used"), self.value("memory_total")
+        return used / total if used is not None and total else None
+
     def value(self, metric: str) -> float | None:
         """Return the value of a metric; None if it is not available."""
         assert metric in BY_NAME, metric
