@@ -76,6 +76,7 @@ class Finding:
         severity: ``"error"`` if something is broken, ``"warning"`` if it costs much.
         gain: The share of a step that a change would save, at most; from 0 to 1.
         numbers: The numbers behind it.
+        about: The device, run or job; empty if it is clear.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class Finding:
     severity: Literal["error", "warning", "info"] = "info"
     gain: float = 0.0
     numbers: Mapping[str, float] = field(default_factory=dict)
+    about: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         if not self.gain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dataparallel.monitor.findings import Finding
 from dataparallel.monitor.readings.nvml_query import XIDS
@@ -19,23 +20,33 @@ HOT = 85.0
 #: A kernel that waits keeps a device busy, but draws little of the power that it may.
 _BUSY, _LITTLE_POWER = 0.99, 0.35
 _LONG = 10.0
+#: The numbers that tell a part of a job from the others.
+_PARTS = {"rank", "replica"}
 
 
-def find_alerts(history: History) -> list[Finding]:
-    """Return all errors and warnings, broken devices first. Called once per sample."""
+def find_alerts(history: History, *, with_hints: bool = False) -> list[Finding]:
+    """Return all errors and warnings, broken devices first. Called once per sample.
+
+    Also what costs little, if it is wanted ``with_hints``.
+    """
     sample = history.sample
     if sample is None:
         return []
     found: list[Finding] = []
     infos = [run.state.info for run in history.runs]
-    for _, one in device_alerts(sample, infos, history.since):
-        found.append(one)
+    for device, one in device_alerts(sample, infos, history.since):
+        found.append(replace(one, about=device.device))
     states = [run.state for run in history.runs]
     for run in history.runs:
-        found.extend(_of_run(run, run_name(run.state, states)))
-    for findings in history.changes.values():
-        # A report of the same samples tells these, if they cost much.
-        found.extend(one for one in findings if one.severity == "warning")
+        name = run_name(run.state, states)
+        about = name or f"process {run.state.pid}"
+        found.extend(replace(one, about=about) for one in _of_run(run, name))
+    for job, findings in history.changes.items():
+        for one in findings:
+            # A report of the same samples tells these, if they cost much.
+            if one.severity != "info" or (with_hints and one.gain):
+                parts = [f" {key} {one.numbers[key]:.0f}" for key in _PARTS & one.numbers.keys()]
+                found.append(replace(one, about="".join([job, *sorted(parts)])))
     return sorted(found, key=lambda one: one.severity != "error")
 
 

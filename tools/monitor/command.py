@@ -100,6 +100,27 @@ def _add_interval(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_alert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--alert",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="tell when something is found, once until it has ended: finding, or a kind as "
+        "'hot device', also with a severity (info, warning, error) or a share of the step: "
+        "'finding>=error', 'input>=20%%'; may be given several times (default: none)",
+    )
+    parser.add_argument(
+        "--exec",
+        metavar="COMMAND",
+        help="run this without a shell for each alert, which it gets as JSON on its input",
+    )
+    parser.add_argument(
+        "--webhook", metavar="URL", help="send each alert there as JSON, by HTTP POST"
+    )
+    parser.add_argument("--exit-code", action="store_true", help="end with 3 if there was an alert")
+
+
 def _add_top(commands: Subparsers) -> None:
     parser = add_command(
         commands,
@@ -153,6 +174,7 @@ def _add_run(commands: Subparsers) -> None:
         metavar="FILE",
         help="where to record (default: monitor-DATE-TIME.jsonl in this folder)",
     )
+    _add_alert_options(parser)
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,
@@ -171,6 +193,7 @@ def _add_record(commands: Subparsers) -> None:
             "dataparallel monitor record run.jsonl",
             "dataparallel monitor record run.jsonl --for 10min --attach auto",
             "dataparallel monitor record run.jsonl --interval 5 --max-size 1GB --keep 2",
+            "dataparallel monitor record run.jsonl --alert 'finding>=error' --exec ./notify",
         ],
         run=_late("record_command"),
     )
@@ -202,6 +225,8 @@ def _add_record(commands: Subparsers) -> None:
         help="how many older files are kept; the oldest one is dropped, which is told (default: "
         "15)",
     )
+
+    _add_alert_options(parser)
 
 
 def _add_serve(commands: Subparsers) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 
 from dataparallel.monitor.sampler import Sampler
+from dataparallel.tools.monitor.alarm import STATUS, Alarm
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.signals import handled
@@ -19,6 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"`record` takes readings from {', '.join(SOURCES)}, but got --source "
             f"{arguments.source}; to have a recording twice, copy its files"
         )
+    alarm = Alarm(arguments, _tell)
     with open_sampler(arguments) as sampler:
         recorder = SampleRecorder(
             arguments.file,
@@ -36,12 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
         with recorder, handled([signal.SIGINT, signal.SIGTERM], stop):
             if arguments.duration is None:
                 _tell(f"recording to {arguments.file}; Ctrl-C ends it")
-            why = _record(sampler, recorder, arguments.duration)
+            why = _record(sampler, recorder, alarm, arguments.duration)
         print(f"{recorder.summary()}; {why}")
-    return 1 if recorder.num_lost else 0
+    alarm.close()
+    if recorder.num_lost:
+        return 1
+    return STATUS if alarm.was_raised and arguments.exit_code else 0
 
 
-def _record(sampler: Sampler, recorder: SampleRecorder, duration: float | None) -> str:
+def _record(
+    sampler: Sampler, recorder: SampleRecorder, alarm: Alarm, duration: float | None
+) -> str:
     """Record until there is a reason to end, and return it in words."""
     told: set[str] = set()
     for sample in sampler.samples():
@@ -50,6 +57,7 @@ def _record(sampler: Sampler, recorder: SampleRecorder, duration: float | None) 
                 told.add(note)
                 _tell(note)
         recorder.record(sample)
+        alarm.look(sample)
         # Half of an interval, since no sample comes at its time exactly.
         if duration is not None and sample.elapsed + sampler.interval / 2 > duration:
             return "the time is over"

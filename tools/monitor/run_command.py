@@ -17,6 +17,7 @@ import psutil
 from rich.console import Console
 
 from dataparallel.monitor.attach import Answers, ask
+from dataparallel.tools.monitor.alarm import STATUS, Alarm
 from dataparallel.tools.monitor.opening import open_sampler
 from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.recording import read_recording
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
         raise ValueError("there is no program to run: write it behind --, as in -- python train.py")
+    alarm = Alarm(arguments, _tell)
     path = arguments.record or Path(time.strftime("monitor-%Y%m%d-%H%M%S.jsonl"))
     with tempfile.TemporaryDirectory(prefix="dataparallel-") as folder:
         Path(folder, "sitecustomize.py").write_text(_SITE, encoding="utf-8")
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             for sample in sampler.samples():
                 if sample.runs or was_seen:
                     recorder.record(sample)
+                    alarm.look(sample)
                 was_seen = was_seen or bool(sample.runs)
                 if program.poll() is not None:
                     break
@@ -77,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
             "torch that was there for a second, or its Python has no dataparallel, or was called "
             "with -E, -I or -S"
         )
+    alarm.close()
+    if alarm.was_raised and arguments.exit_code:
+        status = status or STATUS
     return status if status >= 0 else 128 - status
 
 
