@@ -326,16 +326,21 @@ def marked(hook: Hook) -> Hook:
 )
 def test_when_a_hook_gets_the_next_bucket(alone: bool, wrap: Callable[[Hook], Hook]) -> None:
     log: list[str] = []
+    has_last = threading.Event()
 
     def hook(state: object, bucket: Any) -> Future[Tensor]:
         log.append(f"begin {bucket.index()}")
         future: Future[Tensor] = Future()
 
         def finish() -> None:
+            # Where the next bucket does not wait for this one, this one waits for all.
+            has_last.wait(0.05 if alone else 20)
             log.append(f"end {bucket.index()}")
             future.set_result(bucket.buffer())
 
-        threading.Timer(0.05, finish).start()
+        threading.Thread(target=finish).start()
+        if bucket.is_last():
+            has_last.set()
         return future
 
     model = DistributedDataParallel(net(), ["cpu"], bucket_cap_mb=SMALL)

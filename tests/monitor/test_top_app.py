@@ -464,6 +464,8 @@ import fcntl, signal, sys, termios
 from dataparallel.tools import cli
 from dataparallel.tools.monitor import signals, top_app
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+# The tests may run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 {}
 sys.exit(cli.main(["monitor", "top", "--source", "cpu", "--interval", "0.01"]))
 """
