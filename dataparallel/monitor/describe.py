@@ -18,6 +18,7 @@ from dataparallel import torch_internals
 from dataparallel.devices import device_uuid
 from dataparallel.monitor.module_spans import parameters_of
 from dataparallel.monitor.readings.cgroup import usable_cpus
+from dataparallel.monitor.readings.placement import own_labels
 from dataparallel.monitor.run import RunInfo
 from dataparallel.parallel.data_parallel import DataParallel
 from dataparallel.parallel.distributed import DistributedDataParallel
@@ -63,6 +64,7 @@ def describe_run(
         wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
         is_hooked=not isinstance(target, DataParallel),
         faster_option=faster_option,
+        labels=own_labels(),
     )
 
 

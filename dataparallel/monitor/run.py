@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dataparallel.monitor.from_json import record_of
@@ -34,6 +34,7 @@ class RunInfo:
         is_hooked: True if the module is no wrapper of this package, and hooks watch it.
         faster_option: The option of its optimizer that would make the step faster; empty if there
             is none.
+        labels: The ``container``, ``pod``, ``pod_uid`` and ``slurm_job`` that it is in.
     """
 
     model: str
@@ -50,6 +51,7 @@ class RunInfo:
     wait_policy: str = ""
     is_hooked: bool = False
     faster_option: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def hides_waiting(self) -> bool:

@@ -105,6 +105,8 @@ def two_ranks(tick: int) -> Sample:
         )
         for phase in phases
     )
+    labels = {"slurm_job": "812", "pod": "train-0"}
+    first = dataclasses.replace(first, info=dataclasses.replace(first.info, labels=labels))
     ranks = (
         dataclasses.replace(first, kinds={"train": dataclasses.replace(first.main, seconds=loads)}),
         dataclasses.replace(

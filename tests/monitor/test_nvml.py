@@ -612,7 +612,7 @@ def test_the_namespace_tells_whether_this_is_the_host(monkeypatch: pytest.Monkey
 
 def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostProcesses()
-    every = {"command", "host_memory", "name", "parent", "running", "started", "user"}
+    every = {"command", "host_memory", "labels", "name", "parent", "running", "started", "user"}
     assert set(host.describe(ME) or ()) == every
     host.keep([ME])
     told = host.describe(ME) or {}
@@ -643,7 +643,7 @@ def test_what_the_host_tells_of_a_process(monkeypatch: pytest.MonkeyPatch) -> No
         shown = getattr(psutil.Process, hidden)
         monkeypatch.setattr(psutil.Process, hidden, functools.wraps(shown)(denied))
     told = HostProcesses().describe(ME) or {}
-    assert set(told) == {"name", "parent", "running", "started"}
+    assert set(told) == {"labels", "name", "parent", "running", "started"}
 
 
 # --- which device is which to torch ----------------------------------------------------------

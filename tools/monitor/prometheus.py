@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from dataparallel.errors import needs_extra
 from dataparallel.monitor.readings.metrics import METRICS
+from dataparallel.monitor.readings.placement import LABELS
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.sample import Sample
@@ -212,6 +213,7 @@ def _tell_run(families: _Families, run: RunReading, run_labels: Mapping[str, str
         host=state.host,
         world_size=str(info.world_size),
         wrapper=info.wrapper,
+        **{label: info.labels.get(label, "") for label in LABELS},
     )
     families.tell("run_start_timestamp_seconds", state.started, **run_labels)
     for kind, steps in state.kinds.items():

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from dataparallel.monitor.readings.placement import labels_of
+
 _Facts = Mapping[str, Callable[[psutil.Process], Any]]
 
 #: Fields of a :class:`ProcessReading` that stay while a process has its name; each may be hidden.
@@ -18,6 +20,7 @@ _LASTING: _Facts = {
     # Processes of the kernel have none.
     "command": lambda process: shlex.join(process.cmdline()) or None,
     "started": lambda process: process.create_time(),
+    "labels": lambda process: labels_of(process.pid),
 }
 #: Fields that change.
 _CHANGING: _Facts = {

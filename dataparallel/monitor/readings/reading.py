@@ -91,6 +91,7 @@ class ProcessReading:
         parent: Number of the process that has started it; likewise.
         started: When it was started, in seconds since 1970; likewise.
         running: For how many seconds it has run; likewise.
+        labels: The ``container``, ``pod_uid`` and ``slurm_job`` that it is in.
     """
 
     device: str
@@ -105,6 +106,7 @@ class ProcessReading:
     parent: int | None = None
     started: float | None = None
     running: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,7 @@ function showJobs(sample, points) {
       info.wrapper,
       info.world_size === 1 ? `process ${first.pid}` : `${ranks.size === info.world_size ? "" : `${ranks.size} of `}${info.world_size} ranks`,
       `step ${Math.max(...runs.map((run) => run.steps)).toLocaleString("en")}`,
+      ...placesOf(runs.map((run) => run.state.info)),
       ...(isGone ? [`gone for ${seconds(runs[0].gone)}`] : []),
     ];
     write(one("h2 span"), [...new Set(runs.map((run) => run.state.info.model))].join(" and "));
@@ -295,6 +296,15 @@ function showJobs(sample, points) {
       return make("li", {}, swatch, name);
     });
     one(".phases").replaceChildren(...swatches);
+  });
+}
+
+/** Return in words where processes run in a cluster. */
+function placesOf(processes) {
+  const names = { slurm_job: "Slurm job", pod: "pod", pod_uid: "pod", container: "container" };
+  return Object.entries(names).flatMap(([label, name]) => {
+    const found = [...new Set(processes.map((one) => one.labels[label]).filter(Boolean))];
+    return found.length ? [`${name} ${found.slice(0, 3).join(", ")}${found.length > 3 ? " …" : ""}`] : [];
   });
 }
 
@@ -376,7 +386,7 @@ function showProcesses(processes) {
   const rows = processes.map((one) => [
     one.device,
     String(one.pid),
-    [one.command ?? one.name ?? NONE, one.command ?? ""],
+    [one.command ?? one.name ?? NONE, [one.command ?? "", ...placesOf([one])].join("\n").trim()],
     one.user ?? NONE,
     show(one.memory, "bytes"),
     show(one.utilization, "ratio"),
