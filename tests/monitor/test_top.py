@@ -240,6 +240,7 @@ OTHERS = (
 PART = DeviceReading(
     "nvml:3:0", "MIG 3g.40gb", "nvml", "MIG-0", {"sm_active": 0.75}, parent="cuda:3"
 )
+CPU = DeviceReading("cpu", "CPU", "cpu", values={"temperature": 61.0, "utilization": 0.4})
 CARD = DeviceReading("nvml:0", "A card", "nvml", values={"power": None})
 
 
@@ -259,6 +260,10 @@ SCREENS: dict[str, tuple[list[Sample], int]] = {
     "parts of a device stand below it, though they come last": (
         [only(devices=(make_device(3), make_device(4), PART))],
         120,
+    ),
+    "the CPU is told with the host": (
+        [make_sample(devices=(CPU,), processes=(), runs=(), notes=())],
+        80,
     ),
     "an unavailable value is a dash and no zero": ([only(devices=(CARD,))], 80),
     "names of others cannot steer the terminal": ([only(processes=(EVIL,))], 80),

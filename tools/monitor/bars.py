@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
@@ -96,8 +98,12 @@ def chart(
     lines = []
     for below in range(4 * height - 4, -1, -4):
         dots = [min(4, max(0, top - below)) for top in tops]
-        cells = zip(dots[::2], dots[1::2], colors, strict=True)
-        lines.append(Text.assemble(*((chr(_DOTS + _LEFT[a] + _RIGHT[b]), c) for a, b, c in cells)))
+        cells = [
+            chr(_DOTS + _LEFT[a] + _RIGHT[b]) for a, b in zip(dots[::2], dots[1::2], strict=True)
+        ]
+        runs = itertools.groupby(zip(cells, colors, strict=True), operator.itemgetter(1))
+        parts = [("".join(cell for cell, _ in run), color) for color, run in runs]
+        lines.append(Text.assemble(*parts))
     return lines
 
 

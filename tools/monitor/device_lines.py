@@ -138,7 +138,8 @@ def device_tables(
     room = 0
     for one in _columns(devices, runs, is_wide=width >= _WIDE):
         cells = [one.text(device) if device.error is None else "" for device in devices]
-        if tables and not any(cells):
+        # Without any column there is still a table, of devices that cannot be read.
+        if not any(cells) and (tables or not devices):
             continue
         size = one.width
         if not one.is_right:
@@ -158,7 +159,7 @@ def device_tables(
         for table in tables[1:]:
             del table[place]
         tables[0][place] = Text(f"{names[place]}  cannot be read", f"bold {ALARM}")
-    return tables
+    return tables or [[]]
 
 
 # --- charts ----------------------------------------------------------------------------------

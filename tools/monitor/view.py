@@ -114,9 +114,8 @@ class View:
         if sample is None:
             return []
         devices, runs = self._shown(), self.history.runs
-        if sample.devices:
-            tables = device_tables(devices, runs, width)
-        else:
+        tables = device_tables(devices, runs, width)
+        if not sample.devices:
             tables = [[Text("no device could be read", "dim")]]
         every_table = [line for one in tables for line in one]
         long, short = replica_lines(runs, sample.host, width)

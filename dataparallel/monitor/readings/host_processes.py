@@ -19,13 +19,14 @@ _LASTING: _Facts = {
     "user": lambda process: process.username(),
     # Processes of the kernel have none.
     "command": lambda process: shlex.join(process.cmdline()) or None,
+    # If it ends, another one takes its place; that is not worth a look at each sample.
+    "parent": lambda process: process.ppid(),
     "started": lambda process: process.create_time(),
     "labels": lambda process: labels_of(process.pid),
 }
 #: Fields that change.
 _CHANGING: _Facts = {
     "host_memory": lambda process: float(process.memory_info().rss),
-    "parent": lambda process: process.ppid(),
     "running": lambda process: max(0.0, time.time() - process.create_time()),
 }
 
