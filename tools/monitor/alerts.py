@@ -127,17 +127,18 @@ def _of_device(device: DeviceReading, *, is_in_run: bool) -> list[Finding]:
         )
         found.append(Finding("memory errors", text, "error"))
     found += _reported(device)
+    temperature = device.value("temperature")
+    heat = [f"{temperature:.0f} C"] if temperature is not None and temperature >= HOT else []
     if device.slowdowns:
         text = (
-            f"{name} is slowed down ({', '.join(device.slowdowns)}): look at its cooling and its "
-            "power supply"
+            f"{name} is slowed down ({', '.join([*device.slowdowns, *heat])}): look at its cooling "
+            "and its power supply"
         )
         if is_in_run:
             text += "; dataparallel.balance gives it smaller chunks meanwhile"
         found.append(Finding("slowed device", text, "warning"))
-    temperature = device.value("temperature")
-    if temperature is not None and temperature >= HOT:
-        text = f"{name} is hot ({temperature:.0f} C): look at fans and air flow"
+    elif heat:
+        text = f"{name} is hot ({heat[0]}): look at fans and air flow"
         found.append(Finding("hot device", text, "warning"))
     return found
 

@@ -31,6 +31,7 @@ UTILIZATION, MEMORY = "#2d9cdb", "#43a867"
 _NARROWEST, _LOWEST, _LOWEST_OF_ALL = 40, 5, 4
 #: More lines make no chart clearer.
 _HIGHEST = 20
+_NOTHING = ("", units.NOT_AVAILABLE)
 #: From so many cells on bars are long.
 _WIDE = 100
 #: The cells of what stands before a chart.
@@ -70,10 +71,11 @@ def _metric(head: str, width: int, show: Callable[[float], str], *metrics: str) 
     return _Column(head, width, text)
 
 
-def _temperature(device: DeviceReading) -> Text:
-    value = device.value("temperature") or 0.0
-    style = f"bold {ALARM}" if value >= HOT else WARNING if value >= HOT - 10 else ""
-    return Text(f"{value:.0f} °C" if value else "", style)
+def _temperature(device: DeviceReading) -> Text | str:
+    value = device.value("temperature")
+    if value is None:
+        return ""
+    return Text(f"{value:.0f} °C", ALARM if value >= HOT else WARNING if value >= HOT - 10 else "")
 
 
 def _columns(
@@ -93,13 +95,12 @@ def _columns(
         return held.append_text(column(units.bytes_of_text(used, total), 16, right=True))
 
     def power(device: DeviceReading) -> str:
-        told = units.watts_of_text(device.value("power"), device.value("power_limit"))
-        return told.removeprefix(units.NOT_AVAILABLE)
+        return units.watts_of_text(device.value("power"), device.value("power_limit"))
 
     def clock(device: DeviceReading) -> Text:
         highest = device.value("sm_clock_max") if is_wide else None
         told = units.hertz_of_text(device.value("sm_clock"), highest)
-        return Text(told.removeprefix(units.NOT_AVAILABLE), ALARM if device.slowdowns else "")
+        return Text(told, ALARM if device.slowdowns else "")
 
     return [
         _Column("util", length + 6, utilization),
@@ -139,7 +140,7 @@ def device_tables(
     for one in _columns(devices, runs, is_wide=width >= _WIDE):
         cells = [one.text(device) if device.error is None else "" for device in devices]
         # Without any column there is still a table, of devices that cannot be read.
-        if not any(cells) and (tables or not devices):
+        if not any(str(cell) not in _NOTHING for cell in cells) and (tables or not devices):
             continue
         size = one.width
         if not one.is_right:

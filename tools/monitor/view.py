@@ -28,6 +28,7 @@ from dataparallel.tools.monitor.replica_lines import replica_lines
 
 #: A device that works less is not called busy.
 _BUSY = 0.1
+_SIGNS = {"error": ("✖", f"bold {ALARM}"), "warning": ("▲", WARNING)}
 
 
 class View:
@@ -88,8 +89,7 @@ class View:
         lines: list[Text] = []
         more = len(alerts)
         for alert in alerts:
-            text = _alert_text(alert, is_short=True)
-            each = folded(text.plain, width, str(text.style))
+            each = _alert_lines(alert, width, is_short=True)
             if not lines or len(lines) + len(each) <= height:
                 lines += each
                 more -= 1
@@ -100,8 +100,7 @@ class View:
 
     def alerts(self, width: int) -> list[Text]:
         """Return all that there is to look at, in full."""
-        texts = [_alert_text(one) for one in self._alerts]
-        return [line for text in texts for line in folded(text.plain, width, str(text.style))]
+        return [line for one in self._alerts for line in _alert_lines(one, width)]
 
     def notes(self, width: int) -> list[Text]:
         """Return the missing parts, and how to get them."""
@@ -146,15 +145,12 @@ class View:
         return table(sorted(rows, key=lambda row: row.process.pid not in own), own, width)[0]
 
 
-def _alert_text(alert: Finding, *, is_short: bool = False) -> Text:
-    told = clean(str(alert))
+def _alert_lines(alert: Finding, width: int, *, is_short: bool = False) -> list[Text]:
+    told = str(alert)
     if is_short and alert.gain:
-        told = f"steps up to {units.percent_text(alert.gain)} shorter: {clean(alert.text)}"
-    if alert.severity == "error":
-        return Text(f"✖ {told}", f"bold {ALARM}")
-    if alert.severity == "warning":
-        return Text(f"▲ {told}", WARNING)
-    return Text(f"▸ {told}", ACCENT)
+        told = f"steps up to {units.percent_text(alert.gain)} shorter: {alert.text}"
+    sign, style = _SIGNS.get(alert.severity, ("▸", ACCENT))
+    return folded(f"{sign} {told}", width, style)
 
 
 def _devices_together(devices: Sequence[DeviceReading]) -> list[str]:

@@ -193,7 +193,7 @@ class NvmlSource:
         except DeviceLost as error:
             slot.lose(str(error))
         if slot.device is None:
-            yield self._lost(slot, device), [], []
+            yield slot.reading(device, error=slot.error), [], []
 
     def _read_parts(self, slot: Slot, device: str, names: Names) -> Iterator[_Read]:
         reader = slot.device
@@ -209,16 +209,11 @@ class NvmlSource:
         if not values:
             error = explain(next(iter(self._query.errors.values()), UNKNOWN))
         yield (
-            DeviceReading(
+            slot.reading(
                 device,
-                slot.name,
-                self.name,
-                slot.uuid,
-                {} if error else {**values, **self._xid.values(slot.key)},
-                throttle,
+                values={} if error else {**values, **self._xid.values(slot.key)},
+                throttle=throttle,
                 error=error,
-                index=str(slot.index),
-                bus=slot.bus,
             ),
             listed,
             [] if error else self._notes(slot, device, values),
@@ -255,24 +250,14 @@ class NvmlSource:
 
     # --- what cannot be read ---------------------------------------------------------------------
 
-    def _lost(self, slot: Slot, device: str) -> DeviceReading:
-        return DeviceReading(
-            device,
-            slot.name,
-            self.name,
-            slot.uuid,
-            error=slot.error,
-            index=str(slot.index),
-            bus=slot.bus,
-        )
-
     def _nothing(self, error: NvmlUnavailable) -> SourceReading:
         """Return the devices that there were, each with the reason why it cannot be read."""
         names = self._names().by_key
-        devices = tuple(
-            self._lost(slot, names.get(slot.key, f"nvml:{slot.index}")) for slot in self._slots
-        )
-        return SourceReading(devices, notes=(f"nothing from NVIDIA: {error}",))
+        devices = [
+            slot.reading(names.get(slot.key, f"nvml:{slot.index}"), error=slot.error)
+            for slot in self._slots
+        ]
+        return SourceReading(tuple(devices), notes=(f"nothing from NVIDIA: {error}",))
 
     def _notes(self, slot: Slot, device: str, values: Mapping[str, float]) -> list[str]:
         notes = []

@@ -21,7 +21,7 @@ from dataparallel.monitor.readings.nvml_query import (
     explain,
     number,
 )
-from dataparallel.monitor.readings.reading import POWER_LIMIT
+from dataparallel.monitor.readings.reading import POWER_LIMIT, DeviceReading
 from dataparallel.monitor.readings.visible_devices import DeviceIdentity
 
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
@@ -528,8 +528,15 @@ class Slot:
         self.device = WholeDevice(query, handle)
         self.uuid, self.error = self.uuid or uuid, None
         self.name = str(name or "a device without a name")
-        address = query("nvmlDeviceGetPciInfo", handle)
-        self.bus = address and str(address.busId)
+        place = query("nvmlDeviceGetPciInfo", handle)
+        self.bus = place and str(place.busId)
+
+    def reading(self, device: str, **told: Any) -> DeviceReading:
+        """Return a reading of the device under this name."""
+        index = str(self.index)
+        return DeviceReading(
+            device, self.name, "nvml", self.uuid, index=index, bus=self.bus, **told
+        )
 
     def divide(self, query: Query) -> None:
         """Find the MIG instances that there are now, and give back those that are no more."""
