@@ -67,8 +67,9 @@ def _say_where(server: MonitorServer) -> None:
         told = "also the token, can be read on the way"
     else:
         told = (
-            "can be read on the way, and everyone who reaches it may read names of processes and "
-            f"users, as --no-token says; {TOKEN_VARIABLE} lets only those read who know it"
+            "can be read on the way, and everyone who reaches it may read names of users, "
+            f"processes and commands, as --no-token says; {TOKEN_VARIABLE} lets only those read "
+            "who know it"
         )
     if not server.is_loopback:
         print(

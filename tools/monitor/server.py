@@ -132,9 +132,9 @@ class MonitorServer(ThreadingHTTPServer):
         if not (self.is_loopback or for_anyone or token is not None):
             # Before anybody can connect.
             raise ValueError(
-                f"whoever reaches {host} could read names of processes and users; set the "
-                "environment variable DATAPARALLEL_MONITOR_TOKEN (or pass --token), to let those "
-                "read who know it, or pass --no-token to let everybody read"
+                f"whoever reaches {host} could read names of users, processes and commands; set "
+                "the environment variable DATAPARALLEL_MONITOR_TOKEN (or pass --token), to let "
+                "those read who know it, or pass --no-token to let everybody read"
             )
         try:
             self.address_family = found[0]

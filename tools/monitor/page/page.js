@@ -165,7 +165,7 @@ function addChart(parent, unit, isSmall) {
     {
       width: place.clientWidth || 300,
       height,
-      padding: isSmall ? [2, 0, 2, 0] : [10, 8, 0, 0],
+      padding: isSmall ? [2, 0, 2, 0] : [10, 26, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "time" }, y: false },
       scales: { y: { range: (plot, low, high) => [0, top(high)] } },
