@@ -281,6 +281,15 @@ def test_screens(golden: Golden) -> None:
     golden("top", {what: draw(*shown, width=width) for what, (shown, width) in SCREENS.items()})
 
 
+@pytest.mark.parametrize(
+    ("load", "color"), [(0.09, "124;135;148"), (0.1, "184;122;0"), (0.5, "45;156;219")]
+)
+def test_a_device_that_does_little_has_another_color(load: float, color: str) -> None:
+    text = draw(only(devices=(make_device(0, {"utilization": load}),)), color="truecolor")
+    assert re.search(rf"\x1b\[38;2;{color}m█+\x1b", text)
+    assert f"\x1b[38;2;{color}m{100 * load:.0f} %" in text
+
+
 def test_a_phase_is_a_block_of_its_color_in_which_the_letters_are_not_seen() -> None:
     found = re.search(r"\x1b\[38;2;([\d;]+);48;2;([\d;]+)mBBBB", draw(color="truecolor"))
     assert found and found[1] == found[2]

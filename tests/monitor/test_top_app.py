@@ -152,8 +152,10 @@ def test_a_terminal_without_blocks_is_told_the_same_in_ascii(golden: Golden) -> 
 
 
 def test_charts_of_each_device_need_room_and_else_there_is_one() -> None:
-    devices = tuple(make_device(i, {"utilization": i / 8}) for i in range(8))
-    shown = [make_sample(t, devices=devices, runs=(), processes=()) for t in range(9)]
+    devices = [make_device(i, {"utilization": i / 8}) for i in range(8)]
+    # A MIG instance is a part of one.
+    devices.append(make_device(8, parent="cuda:0"))
+    shown = [make_sample(t, devices=tuple(devices), runs=(), processes=()) for t in range(9)]
     found: dict[tuple[int, int], str] = {}
 
     async def script(screen: Screen) -> None:

@@ -86,8 +86,9 @@ def _columns(
     has_kinds = len({one.name for one in devices if one.parent is None and one.error is None}) > 1
 
     def utilization(device: DeviceReading) -> Text:
-        load = bar(device.load, length, _load_style(device.load or 0.0))
-        return load.append_text(column(units.percent_text(device.load), 6, right=True))
+        style = _load_style(device.load or 0.0)
+        told = column(units.percent_text(device.load), 6, right=True, style=style)
+        return bar(device.load, length, style).append_text(told)
 
     def memory(device: DeviceReading) -> Text:
         used, total = device.value("memory_used"), device.value("memory_total")
