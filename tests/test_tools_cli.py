@@ -138,17 +138,24 @@ def test_an_output_without_room(
 
 @pytest.mark.skipif(not hasattr(select, "poll"), reason="the system tells it only on writing")
 @pytest.mark.parametrize("buffering", [0, -1])
+@pytest.mark.parametrize("words", [["bench"], ["monitor", "report", "run"]])
 def test_a_reader_that_goes_away_is_no_error_nor_is_none(
-    buffering: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    buffering: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_recording(tmp_path / "run", [make_sample(i) for i in range(3)])
     reader, writer = os.pipe()
     os.close(reader)
     with redirected(os.fdopen(writer, "wb", buffering=buffering), monkeypatch):
-        assert cli.main(["bench"]) == 0
+        assert cli.main(words) == 0
     assert capsys.readouterr().err == ""
     # As in a program without a console.
     monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(["bench"]) == 0
+    assert cli.main(words) == 0
 
 
 def test_a_missing_package_is_explained_by_its_extra_and_a_fault_of_our_own_is_not() -> None:

@@ -64,6 +64,8 @@ class Answers(NamedTuple):
 
     states: tuple[RunState, ...]
     problems: tuple[str, ...]
+    #: The processes that are there, but say nothing.
+    silent: tuple[int, ...] = ()
 
 
 def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
@@ -112,7 +114,8 @@ def ask(pid: int | None = None, timeout: float = 2.0) -> Answers:
                 states.append(_state(owner, told))
             except ValueError as error:
                 problems.append(str(error))
-    return Answers(tuple(sorted(states, key=lambda state: state.order)), tuple(problems))
+    states.sort(key=lambda state: state.order)
+    return Answers(tuple(states), tuple(problems), tuple(silent))
 
 
 def _state(pid: int, answer: bytes) -> RunState:

@@ -27,6 +27,13 @@ def record_of(kind: type[T], data: object, what: str) -> T:
         raise ValueError(f"this is no {what}: {error} in {data!r:.200}") from error
 
 
+def clean(text: str) -> str:
+    """Text of others in one line, without what steers a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
 @functools.cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
     """Return the function that checks a value of one type, and makes it of JSON's."""
@@ -52,7 +59,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if kind in (int, float):
         return functools.partial(_number, kind)
     # Recordings have few texts, each many times.
-    return lambda data: sys.intern(_only(str, data)) if kind is str else _only(kind, data)
+    return lambda data: sys.intern(clean(_only(str, data))) if kind is str else _only(kind, data)
 
 
 def _reader_of_record(kind: Any) -> Callable[[Any], Any]:

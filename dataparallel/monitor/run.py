@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dataparallel.monitor.from_json import record_of
@@ -81,6 +81,7 @@ class RunState:
         memory_total: Per replica, the bytes that its device has; 0 on the CPU.
         memory_retries: Per replica, how often the allocator had to give back its cache and try
             again since watching began.
+        answers: False if the process does not answer: these are its last words.
     """
 
     job: str
@@ -99,6 +100,7 @@ class RunState:
     memory_peak: tuple[int, ...] = ()
     memory_total: tuple[int, ...] = ()
     memory_retries: tuple[int, ...] = ()
+    answers: bool = True
 
     @property
     def monitor_share(self) -> float:
@@ -125,6 +127,12 @@ class RunState:
     def identity(self) -> tuple[str, int, int]:
         """Return the identity that no other run has; a process may have several."""
         return self.host, self.pid, self.number
+
+    def without_answer(self, time: float) -> RunState:
+        """Return the state of a process that has not answered since, as far as it is known."""
+        passed = max(0.0, time - self.time)
+        now = tuple((phase, seconds + passed) for phase, seconds in self.now)
+        return replace(self, time=time, now=now, answers=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as values for ``json``; see :meth:`from_json`."""

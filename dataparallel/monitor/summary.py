@@ -165,7 +165,10 @@ class Summary:
         notes = []
         if self.imbalance is not None:
             notes.append(f"imbalance {self.imbalance:.2f} (slowest over mean)")
-        if self.exposed_communication is not None:
+        # One replica in one process moves nothing.
+        if self.exposed_communication or (
+            self.exposed_communication is not None and len(self.replicas) > 1
+        ):
             notes.append(f"exposed communication {percent(self.exposed_communication)} of the step")
         if self.monitor_share is not None:
             notes.append(f"watching took {100 * self.monitor_share:.2g} % of a processor")
@@ -192,7 +195,8 @@ class Summary:
     def _columns(self) -> list[list[str]]:
         """Return the cells of a table: its titles, and beside them those of each replica."""
         phases = [phase for phase in PHASES if any(one.shares.get(phase) for one in self.replicas)]
-        scores = ("score", "score per sample")
+        # One replica is the fastest.
+        scores = ("score", "score per sample") if len(self.replicas) > 1 else ()
         found = [["replica", "device", "samples per step", *phases, "computing", *scores]]
         for one in self.replicas:
             times = [
@@ -203,7 +207,7 @@ class Summary:
             ]
             values = ["-" if v is None else f"{v:.2f}" for v in (one.relative, one.per_sample)]
             place = [str(one.index), one.device, f"{one.samples:.4g}"]
-            found.append([*place, *times, duration(one.compute), *values])
+            found.append([*place, *times, duration(one.compute), *values[: len(scores)]])
         return found
 
     def __str__(self) -> str:

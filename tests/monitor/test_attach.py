@@ -87,7 +87,7 @@ def test_a_run_is_watched_while_it_trains(run_folder: Path) -> None:
                 (state,) = ask(pid).states
                 assert (state.pid, state.num_steps) == (ME, number)
                 assert state.last == monitor.steps[-1]
-    assert ask() == ((), ())
+    assert ask() == ((), (), ())
     assert runs() == [] and not list(run_folder.iterdir()) and not threads()
 
 
@@ -110,7 +110,7 @@ def test_a_run_of_another_process_is_watched(run_folder: Path) -> None:
         process.kill()
         process.wait(10)
         assert file.exists()
-        assert ask(process.pid) == ((), ()) and not list(run_folder.iterdir())
+        assert ask(process.pid) == ((), (), ()) and not list(run_folder.iterdir())
 
 
 def test_all_runs_answer_and_one_that_hangs_delays_them_no_further(run_folder: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_process_that_does_not_answer(
     assert problem.startswith(f"process {PID} has not answered within 0.05 s")
     for one in (*queue, listener):
         one.close()
-    assert ask(PID) == ((), ())
+    assert ask(PID) == ((), (), ())
 
 
 def answer(**changes: object) -> bytes:
@@ -247,7 +247,7 @@ def test_an_answer_that_is_no_state(
 
     thread = threading.Thread(target=serve)
     thread.start()
-    states, problems = ask(PID)
+    states, problems, _ = ask(PID)
     assert states == () and len(problems) == (message is not None)
     assert message is None or re.search(message, problems[0])
     thread.join(10)

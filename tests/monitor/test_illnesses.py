@@ -1,11 +1,15 @@
-"""Illnesses of runs, each made in a run that is small but real, and what the monitor advises."""
+"""Illnesses of runs, and what the monitor advises: runs that were made up, and small real ones.
+
+A table of runs that were made up has the illnesses, and another one runs that have none.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +21,26 @@ import dataparallel.virtual
 from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.monitor import StepMonitor
 from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.readings.reading import HostReading, ProcessReading
+from dataparallel.monitor.record import Kind
+from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary
+from dataparallel.threads import PHASES, Phase
+from dataparallel.tools.monitor.alerts import find_alerts
+from dataparallel.tools.monitor.history import History
+from dataparallel.tools.monitor.report import make_report
 from tests.cluster import Cluster
+from tests.monitor.cases import (
+    BEGIN,
+    GIB,
+    PID,
+    FakeRun,
+    Seconds,
+    history_of,
+    make_info,
+    recording,
+    sample,
+)
 
 #: Findings that only one of these runs may have.
 ILLNESSES = {
@@ -26,6 +48,217 @@ ILLNESSES = {
     "memory pressure",
 }
 WORK = torch.ones(300, 300)
+
+# --- runs that were made up ------------------------------------------------------------------
+
+#: Steps of 100 ms in which nothing is wrong: of a plain loop, and of this package's wrapper.
+LOOP: Seconds = {"input": 0.003, "forward": 0.030, "backward": 0.060, "optimizer": 0.007}
+OURS: Seconds = {
+    **LOOP,
+    "scatter": 0.002,
+    "backward": 0.050,
+    "reduce local": 0.004,
+    "reduce across processes": 0.004,
+}
+FOUR: Seconds = {phase: 4 * seconds for phase, seconds in LOOP.items()}
+HOOKED: dict[str, Any] = {"buckets": 0, "is_hooked": True}
+MANY_THREADS = {"num_threads": 16, "num_cpus": 4.0, "device": "cpu"}
+
+
+def plus(seconds: Seconds, **more: float) -> Seconds:
+    """Return phases of which some take longer; words are joined with underscores."""
+    added = {name.replace("_", " "): length for name, length in more.items()}
+    return {**seconds, **{p: seconds.get(p, 0.0) + added[p] for p in PHASES if p in added}}
+
+
+class Made(NamedTuple):
+    """A run that was made up: the replicas of each rank, and what it does besides."""
+
+    ranks: Sequence[Sequence[Seconds]]
+    about: Mapping[str, Any] = HOOKED
+    #: Called with each rank at each of 30 looks, a second apart, behind ten steps.
+    besides: Callable[[FakeRun, int], object] = lambda run, look: None
+    #: From this look on it stands still, in these phases; the host has so much memory in use.
+    stops: int = 99
+    phases: Sequence[Phase] = ()
+    memory: Callable[[int], float] = lambda look: 4.0
+
+    def samples(self) -> list[Sample]:
+        runs = []
+        for rank, replicas in enumerate(self.ranks):
+            info = make_info(
+                len(replicas), **{"device": "cuda", "world_size": len(self.ranks), **self.about}
+            )
+            if self.about.get("device") == "cpu":
+                info = dataclasses.replace(info, devices=("cpu",) * len(replicas))
+            runs.append(FakeRun(info, pid=PID + rank, rank=rank))
+        found = []
+        for look in range(30):
+            now: dict[str, Any] = {}
+            states = []
+            for rank, run in enumerate(runs):
+                if look < self.stops:
+                    run.steps(10, self.ranks[rank])
+                    self.besides(run, look)
+                else:
+                    phase = self.phases[rank]
+                    now = {"now": ((phase, float(look - self.stops)),) * len(self.ranks[rank])}
+                states.append(run.state(BEGIN + look, **now))
+            held = self.memory(look) * GIB
+            one = dataclasses.replace(
+                sample(float(look)),
+                runs=tuple(states),
+                host=HostReading(0.25, 8, held, 16 * GIB),
+                processes=(ProcessReading("cpu", PID, host_memory=held),),
+            )
+            found.append(one)
+        return found
+
+
+def every(number: int, steps: int, seconds: Seconds, kind: Kind = "train") -> Any:
+    """Let a run make other steps, too, once in so many looks."""
+
+    def act(run: FakeRun, look: int) -> None:
+        if look % number == number - 1:
+            run.steps(steps, [seconds] * len(run.info.devices), kind=kind)
+
+    return act
+
+
+def save_in_rank_1(run: FakeRun, look: int) -> None:
+    if run.pid > PID:
+        run.steps(1, [plus(LOOP, pause=0.4)])
+
+
+PAUSE = plus(LOOP, pause=1.5)
+EVALUATE = every(5, 20, {"input": 0.01, "forward": 0.03}, "inference")
+#: The run, the kind of the first advice, and how its text begins.
+ILL: dict[str, tuple[Made, str, str]] = {
+    "slow loader": (Made([[plus(LOOP, input=0.1)]]), "input", "52 % of each step passes before"),
+    "slow loader, with evaluation": (
+        Made([[plus(LOOP, input=0.1)]], besides=EVALUATE),
+        "input",
+        "52 % of each step passes before",
+    ),
+    "slow rank in forward": (
+        Made([[plus(OURS, reduce_across_processes=0.08)], [plus(OURS, forward=0.08)]], {}),
+        "slow rank",
+        "Rank 1 is slow in 'forward'",
+    ),
+    "slow rank in forward, torch's wrapper": (
+        Made([[plus(LOOP, backward=0.08)], [plus(LOOP, forward=0.08)]]),
+        "slow rank",
+        "Rank 1 is slow in 'forward'",
+    ),
+    "slow rank in input": (
+        Made([[plus(OURS, reduce_across_processes=0.08)], [plus(OURS, input=0.08)]], {}),
+        "slow rank",
+        "Rank 1 is slow in 'input'",
+    ),
+    "slow rank in input, torch's wrapper": (
+        Made([[plus(LOOP, backward=0.08)], [plus(LOOP, input=0.08)]]),
+        "slow rank",
+        "Rank 1 is slow in 'input'",
+    ),
+    "a rank that saves while the others wait": (
+        Made(
+            [[plus(LOOP, backward=0.04)], [LOOP]],
+            besides=save_in_rank_1,
+        ),
+        "slow rank",
+        "Rank 1 is slow in 'pause'",
+    ),
+    "oversubscribed threads": (
+        Made([[LOOP]], {**HOOKED, **MANY_THREADS}),
+        "oversubscribed",
+        "16 threads compute on 4 processors",
+    ),
+    "optimizer that is not fused": (
+        Made([[plus(LOOP, optimizer=0.08)]], {**HOOKED, "faster_option": "fused"}),
+        "optimizer",
+        "48 % of each step is the optimizer's. Give the optimizer fused=True",
+    ),
+    "long pauses": (
+        Made([[LOOP]], besides=every(2, 1, PAUSE)),
+        "pauses",
+        "15 long pauses of 1.5 s, 42 % of the time, all between steps: checkpoint",
+    ),
+    "long pauses, with evaluation": (
+        Made([[LOOP]], besides=lambda *at: [act(*at) for act in (every(2, 1, PAUSE), EVALUATE)]),
+        "pauses",
+        "15 long pauses of 1.5 s",
+    ),
+    "a slow replica": (
+        Made([[OURS, plus(OURS, forward=0.05, backward=0.05)]], {}),
+        "slow replica",
+        "Replica 1 on cuda:1 takes",
+    ),
+    "a rank that hangs": (
+        Made([[OURS]] * 2, {}, stops=9, phases=["reduce across processes", "forward"]),
+        "hang",
+        "Rank 1 has made no step for 21 s: it has been in 'forward' for 20 s",
+    ),
+    "a rank that hangs, torch's wrapper": (
+        Made([[LOOP]] * 2, stops=9, phases=["backward", "backward"]),
+        "hang",
+        "Rank 0 has made no step for 21 s",
+    ),
+    "memory of the host": (
+        Made([[LOOP]], memory=lambda look: 2 + look / 4),
+        "host memory",
+        "the processes of the runs take 15.0 GiB more of the host's memory each minute (94 %",
+    ),
+}
+#: Runs of five kinds: a plain loop, torch's wrapper, ours, with evaluation, with accumulation.
+HEALTHY: dict[str, Made] = {
+    "a plain loop": Made([[LOOP]]),
+    "a plain loop with a fused optimizer": Made([[plus(LOOP, optimizer=0.002)]]),
+    "a plain loop that saves once": Made([[LOOP]], besides=every(20, 1, PAUSE)),
+    "a plain loop with a step that takes long": Made(
+        [[LOOP]], besides=every(20, 1, plus(LOOP, forward=3.0))
+    ),
+    "a plain loop that loads its data": Made([[LOOP]], memory=lambda look: min(9.0, 2.0 + look)),
+    "a plain loop with steps of 30 s": Made(
+        [[{phase: 300 * seconds for phase, seconds in LOOP.items()}]], stops=12, phases=["forward"]
+    ),
+    "torch's wrapper": Made([[LOOP]] * 4),
+    "torch's wrapper, a little uneven": Made([[LOOP], [plus(LOOP, forward=0.002)]]),
+    "torch's wrapper with evaluation": Made([[LOOP]] * 2, besides=EVALUATE),
+    "ours on one device": Made([[OURS]], {}),
+    "ours, two ranks of two replicas": Made([[OURS, plus(OURS, forward=0.001)]] * 2, {}),
+    "ours with evaluation": Made([[OURS] * 2], {}, besides=EVALUATE),
+    "evaluation that is slow": Made(
+        [[LOOP]], besides=every(3, 20, {"input": 0.2, "forward": 0.1}, "inference")
+    ),
+    "accumulation": Made([[FOUR]]),
+    "accumulation, torch's wrapper": Made([[FOUR]] * 2),
+}
+
+
+@pytest.mark.parametrize("case", ILL)
+def test_an_illness_is_the_first_advice(case: str) -> None:
+    made, kind, start = ILL[case]
+    report = make_report(recording(made.samples()))
+    assert (report.advice.kind, report.advice.text[: len(start)]) == (kind, start)
+    # Live the same is told, of the last seconds; a leak shows in a whole recording.
+    live = [one for each in history_of(*made.samples()).changes.values() for one in each]
+    assert kind in {one.kind for one in live} or kind == "host memory"
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_in_a_healthy_run_nothing_stands_out(case: str) -> None:
+    samples = HEALTHY[case].samples()
+    report = make_report(recording(samples))
+    assert report.advice.text.removeprefix("All ranks: ").startswith("Nothing stands out")
+    assert not [one.kind for job in report.jobs for one in job.findings if one.gain]
+    assert not report.incidents
+    history = History()
+    for one in samples:
+        history.add(one)
+        assert not find_alerts(history)
+
+
+# --- small real runs -------------------------------------------------------------------------
 
 
 def work(times: int) -> None:

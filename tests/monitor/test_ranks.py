@@ -330,7 +330,8 @@ def test_a_job_of_two_processes_is_watched_by_everything_at_once(
     store, path = SampleStore(), run_folder / "run.jsonl"
     watch = ["--attach", "auto", "--source", "cpu"]
     try:
-        while len(attach.ask().states) < 2:
+        # Their threads are there from the first step on.
+        while sum(state.num_steps > 0 for state in attach.ask().states) < 2:
             time.sleep(0.05)
         with opened(*watch, "--interval", "0.2") as sampler:
             feeder = threading.Thread(target=store.feed, args=(sampler.samples(),))

@@ -19,11 +19,13 @@ from rich.console import Console
 from torch import nn
 
 from dataparallel.monitor import StepMonitor, StepRecord
-from dataparallel.monitor.readings.reading import POWER_LIMIT
+from dataparallel.monitor.readings.reading import POWER_LIMIT, HostReading, ProcessReading
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.sample import Sample
+from dataparallel.threads import Phase
 from dataparallel.tools.cli import main
 from dataparallel.tools.monitor import plot
+from dataparallel.tools.monitor.alerts import find_alerts
 from dataparallel.tools.monitor.palette import DARK
 from dataparallel.tools.monitor.recording import Recording, times_of
 from dataparallel.tools.monitor.report import RunReport, energy_used, make_report
@@ -31,6 +33,7 @@ from dataparallel.tools.monitor.report_command import print_report
 from tests.monitor.cases import (
     BEGIN,
     BUSY,
+    GIB,
     PID,
     SLOW,
     FakeRun,
@@ -88,8 +91,7 @@ def test_what_is_told_of_a_device() -> None:
     assert found.power_mean == pytest.approx(200.0)
     assert found.energy == 800.0
     assert found.throttled == pytest.approx(2 / 3)
-    assert list(found.throttle_reasons) == ["power cap", "heat"]
-    assert (found.is_lost, found.failed) == (False, 0)
+    assert found.reasons == "power cap in 67 % of the time, heat in 33 % of the time"
     assert report.advice.kind == "slowed device"
 
 
@@ -107,12 +109,8 @@ def test_a_device_that_a_run_calls_otherwise_is_the_same() -> None:
         for i in range(4)
     ]
     devices = make_report(recording(samples)).devices
-    assert [(one.device, one.energy, one.is_lost) for one in devices] == [
-        ("nvml:0", 30.0, False),
-        ("nvml:1", 60.0, False),
-        ("cuda:0", 90.0, False),
-        ("cuda:1", 120.0, False),
-    ]
+    told = [(one.device, one.energy) for one in devices]
+    assert told == [("nvml:0", 30.0), ("nvml:1", 60.0), ("cuda:0", 90.0), ("cuda:1", 120.0)]
 
 
 def test_the_power_limit_is_no_slowdown() -> None:
@@ -144,6 +142,39 @@ def test_faults_of_devices_are_told_with_their_times_and_come_first() -> None:
     assert "XID 79: the device has fallen off" in text and "(from 1 s to 1 s, in 1 sample)" in text
 
 
+@pytest.mark.parametrize(
+    ("used", "told"),
+    [
+        # An eighth of 16 GiB in each of 30 s.
+        (
+            [2 + i / 8 for i in range(31)],
+            "7.5 GiB more of the host's memory each minute (47 % of it)",
+        ),
+        # A beginning, what comes and goes, a little, and what is too short to tell.
+        ([*range(2, 9), *[9.0] * 24], None),
+        ([2 + (i % 5) / 8 for i in range(31)], None),
+        ([2 + i / 500 for i in range(31)], None),
+        ([2 + i / 8 for i in range(16)], None),
+    ],
+)
+def test_memory_of_the_host_that_grows_all_the_time_is_told(
+    used: Sequence[float], told: str | None
+) -> None:
+    run, samples = FakeRun(), []
+    for i, held in enumerate(used):
+        # It is on two devices; the other process is not watched.
+        pids = (PID, PID, 7)
+        processes = tuple(ProcessReading("cpu", pid, host_memory=held * GIB) for pid in pids)
+        host = HostReading(0.25, 8, 15 * GIB, 16 * GIB)
+        one = sample(float(i), run=run.state())
+        samples.append(dataclasses.replace(one, processes=processes, host=host))
+    found = [one.finding for one in make_report(recording(samples)).incidents]
+    assert [one.kind for one in found] == ["host memory"] * (told is not None)
+    if told is not None:
+        assert told in found[0].text and "which is full in 8 s" in found[0].text
+        assert told in " ".join(text_of(samples).split())
+
+
 def losing() -> list[Sample]:
     """Samples of a device that is lost, and of one that comes back."""
     lost = [dataclasses.replace(device(d), error="GPU is lost", values={}) for d in range(2)]
@@ -152,9 +183,15 @@ def losing() -> list[Sample]:
 
 
 def test_a_device_that_is_lost_and_one_that_comes_back() -> None:
-    devices = make_report(recording(losing())).devices
-    assert [(one.failed, one.is_lost) for one in devices] == [(1, False), (2, True), (0, True)]
-    assert devices[0].utilization_mean == 0.5
+    report = make_report(recording(losing()))
+    told = [(one.device, one.finding.severity, one.count) for one in report.incidents]
+    # The one that came back is no error.
+    assert told == [("cuda:1", "error", 2), ("cuda:0", "warning", 1)]
+    assert report.advice.text == "cuda:1 cannot be read: GPU is lost"
+    later = dataclasses.replace(losing()[0], elapsed=2.0)
+    back = make_report(recording([losing()[1], later]))
+    assert {one.finding.severity for one in back.incidents} == {"warning"}
+    assert report.devices[0].utilization_mean == 0.5
 
 
 @pytest.mark.parametrize(
@@ -199,7 +236,7 @@ def late(number: int, steps: int) -> list[Sample]:
 def test_what_is_told_of_a_run() -> None:
     run = only(late(5, 2))
     # Steps before the recording are left out: 8 steps of 16 samples.
-    assert (run.summary.num_steps, run.since_start) == (8, False)
+    assert run.summary.num_steps == 8
     assert run.summary.step_seconds == pytest.approx(2.0)
     assert run.summary.samples_per_second == pytest.approx(8.0)
     assert [one.relative for one in run.summary.replicas] == pytest.approx([1.0, 0.5])
@@ -251,7 +288,7 @@ def test_what_says_nothing_of_the_others_does_not_tell_what_to_change(
     found = only(samples)
     told = found.summary
     numbers = (told.num_steps, told.num_left_out, told.num_not_advised, told.advice.kind)
-    assert numbers == expected and found.since_start == whole
+    assert numbers == expected
     assert (told.kind == "inference") == (kinds == "i")
     assert ("left out of what follows: 1 of 31 steps" in text_of(samples)) == (expected[2] == 1)
 
@@ -325,7 +362,7 @@ def seen_once(steps: int) -> list[Sample]:
 def test_a_single_sample_tells_of_the_run_since_it_began() -> None:
     assert make_report(recording(seen_once(0))).advice.kind == "unknown"
     found = only(seen_once(10))
-    assert (found.summary.num_steps, found.since_start) == (10, True)
+    assert found.summary.num_steps == 10
     assert [one.samples for one in found.summary.replicas] == pytest.approx([8, 16])
     assert (found.energy, found.energy_per_sample) == (None, None)
 
@@ -359,6 +396,75 @@ def test_the_command_prints_a_report_or_json(
     assert [one["device"] for one in report["devices"]] == [f"cuda:{i}" for i in range(4)]
     assert report["runs"][0]["summary"]["straggler"]["index"] == 3
     assert report["advice"]["kind"] == "slowed device"
+
+
+def test_what_a_recording_says_does_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;title\x07\x1b[2J"
+    odd = dataclasses.replace(device(0, ecc_uncorrected_errors=1.0), name=evil, device=evil)
+    run = FakeRun(dataclasses.replace(make_info(1), model=evil, devices=(evil,)), host=evil)
+    run.steps(3, [BUSY])
+    job = tuple(run.state(rank=i, pid=i, job=evil) for i in range(2))
+    samples = [dataclasses.replace(sample(0.0, [odd]), runs=job, notes=(evil,))]
+    path = write_recording(tmp_path / "run.jsonl", samples, host=evil)
+    with path.open("a") as file:
+        file.write(json.dumps({"time": evil}))
+    assert main(["monitor", "report", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "]0;title" in out and not {"\x1b", "\x07"} & {*out}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "answers", "kind", "start"),
+    [
+        (
+            "reduce across processes",
+            "forward",
+            True,
+            "hang",
+            "Rank 1 has made no step for 35 s: it ",
+        ),
+        ("backward", "backward", False, "hang", "Rank 1 has made no step for 35 s: it does not an"),
+        (
+            "reduce across processes",
+            "reduce across processes",
+            True,
+            "hang",
+            "Rank 0 has made no s",
+        ),
+        # They may save or evaluate: the other advice stays.
+        ("input", "input", True, "input", "All ranks: 20 % of each step passes before its batch"),
+    ],
+)
+def test_below_a_hang_there_is_no_advice(
+    first: Phase, second: Phase, answers: bool, kind: str, start: str
+) -> None:
+    info = make_info(1, device="cuda", world_size=2)
+    ranks = [FakeRun(info, pid=PID + rank, rank=rank) for rank in range(2)]
+    samples = []
+    for i in range(10):
+        for one in ranks:
+            one.steps(5 if i < 3 else 0, [{**BUSY, "input": 0.25}])
+        still = 5.0 * max(0, i - 2)
+        states = [
+            one.state(BEGIN + 5 * i, now=((phase, still),))
+            for one, phase in zip(ranks, (first, second), strict=True)
+        ]
+        states[1] = dataclasses.replace(states[1], answers=answers or i < 3)
+        samples.append(dataclasses.replace(sample(5.0 * i), runs=tuple(states)))
+    report = make_report(recording(samples))
+    assert report.advice.kind == kind and report.advice.text.startswith(start)
+    (job,) = report.jobs
+    stands = [one.kind for one in job.findings if one.kind != "input"]
+    assert stands == (["stands still"] if kind == "input" else ["hang"])
+    assert "rank 1, still for 35 s" in " ".join(text_of(samples).split())
+    # The same live, where nothing moves.
+    history = history_of(*samples)
+    assert [one.samples_per_second for one in history.runs] == [0.0, 0.0]
+    assert next(one.kind for one in find_alerts(history)) == ("hang" if kind == "hang" else "input")
+    # It is not over while it is short.
+    assert all(run.still_for == 0.0 for run in make_report(recording(samples[:4])).runs)
 
 
 def test_a_rank_whose_waiting_is_hidden_is_not_the_one_accused() -> None:

@@ -493,6 +493,28 @@ def test_a_watch_is_over_when_its_process_is_gone_and_one_of_all_runs_never() ->
     assert of_process.is_over() and not watch.is_over()
 
 
+def test_a_process_that_does_not_answer_stays_with_its_last_words() -> None:
+    first, other = (dataclasses.replace(state("cpu"), pid=pid, rank=pid) for pid in (1, 2))
+    told = [
+        Answers((first, other), ()),
+        Answers((other,), ("it hangs",), (1, 3)),
+        Answers((), ("both",), (1, 2)),
+        Answers((), ()),
+    ]
+    watch = RunWatch(lambda: told.pop(0))
+    sampler = Sampler((CpuSource(lambda: watch.pids),), runs=watch)
+    seen = [sampler.sample().runs for _ in range(4)]
+    assert [[(run.pid, run.answers) for run in runs] for runs in seen] == [
+        [(1, True), (2, True)],
+        [(1, False), (2, True)],
+        [(1, False), (2, False)],
+        [],
+    ]
+    # It is where it was, and for longer by now.
+    (phase, seconds), (before, since) = seen[1][0].now[0], first.now[0]
+    assert phase == before and seconds > since + 60
+
+
 def test_what_does_not_change_is_told_while_runs_are_there() -> None:
     told: list[Sequence[RunInfo]] = []
     runs = [(state("cuda:1"),), (), (state("cpu"), state("cuda:0"))]

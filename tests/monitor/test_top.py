@@ -123,11 +123,11 @@ SLOWED = machine(device(0, throttle=["power cap", "HW slowdown"]))
         ([sample(0.0, run=even().state())], []),
         (
             [sample(0.0, run=even().state(now=((STUCK, 14.2), (STUCK, 14.2))))],
-            [f"replicas 0, 1 have been in '{STUCK}' for 14 s: another process is late or gone"],
+            [f"The run has made no step for 14 s: it has been in '{STUCK}' for 14 s. `py-spy"],
         ),
         (
-            [sample(0.0, run=even().state(now=(("forward", 0.1), ("idle", 75.0))))],
-            ["replica 1 has been in 'idle' for 1 min 15 s: no step is under way"],
+            [sample(0.0, run=even().state(now=(("input", 75.0), ("input", 75.0))))],
+            ["The run has made no step for 1 min 15 s: it has been in 'input' for 1 min 15 s."],
         ),
         # A run that is gone is the only thing told of it; another one may take its place.
         (

@@ -10,9 +10,8 @@ from dataparallel.monitor.readings.nvml_query import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.run import RunInfo
 from dataparallel.monitor.sample import Sample
-from dataparallel.threads import Phase
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.history import History, RunHistory, Since, replicas_on
+from dataparallel.tools.monitor.history import History, Since, replicas_on
 from dataparallel.tools.monitor.ranks import run_name
 
 #: From here on a chip is hot, in degrees Celsius; most slow down a few degrees further up.
@@ -38,9 +37,14 @@ def find_alerts(history: History, *, with_hints: bool = False) -> list[Finding]:
         found.append(replace(one, about=device.device))
     states = [run.state for run in history.runs]
     for run in history.runs:
-        name = run_name(run.state, states)
-        about = name or f"process {run.state.pid}"
-        found.extend(replace(one, about=about) for one in _of_run(run, name))
+        if run.gone_for is not None:
+            process, name = f"process {run.state.pid}", run_name(run.state, states)
+            text = (
+                f"{f'{name} ({process})' if name else f'the run of {process}'} has been gone for "
+                f"{units.seconds_text(run.gone_for)}: it has ended or left its StepMonitor; what "
+                "is shown of it is the last that it told"
+            )
+            found.append(Finding("run gone", text, "error", about=name or process))
     for job, findings in history.changes.items():
         for one in findings:
             # A report of the same samples tells these, if they cost much.
@@ -140,31 +144,4 @@ def _of_device(device: DeviceReading, *, is_in_run: bool) -> list[Finding]:
     elif heat:
         text = f"{name} is hot ({heat[0]}): look at fans and air flow"
         found.append(Finding("hot device", text, "warning"))
-    return found
-
-
-def _of_run(run: RunHistory, name: str) -> list[Finding]:
-    """Return urgent alerts: a run that is gone, or replicas that have not moved for long."""
-    if run.gone_for is not None:
-        process = f"process {run.state.pid}"
-        text = (
-            f"{f'{name} ({process})' if name else f'the run of {process}'} has been gone for "
-            f"{units.seconds_text(run.gone_for)}: it has ended, left its StepMonitor or hangs; "
-            "what is shown of it is the last that it told"
-        )
-        return [Finding("run gone", text, "error")]
-    stuck: dict[tuple[Phase, str], list[str]] = {}
-    for index, (phase, seconds) in enumerate(run.state.now):
-        if seconds > _LONG:
-            stuck.setdefault((phase, units.seconds_text(seconds)), []).append(str(index))
-    found = []
-    for (phase, duration), indices in stuck.items():
-        who = "replica {}" if len(indices) == 1 else "replicas {}"
-        who = who.format(", ".join(indices)) + (f" of {name}" if name else "")
-        text = f"{who} {'has' if len(indices) == 1 else 'have'} been in '{phase}' for {duration}"
-        if phase == "reduce across processes":
-            text += ": another process is late or gone; look at what that one does"
-        elif phase in ("idle", "input"):
-            text += ": no step is under way; the run loads data, evaluates or saves, or has stopped"
-        found.append(Finding("stuck", text, "warning"))
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
+from dataparallel.monitor.from_json import clean as clean
 from dataparallel.monitor.record import Segment
 from dataparallel.threads import PHASES, Phase
 from dataparallel.tools.monitor.palette import PHASE_STYLES
@@ -36,11 +37,6 @@ def in_ascii(text: str) -> str:
     if text.isascii():
         return text
     return "".join(c if c.isascii() else _ASCII.get(c, "?" * cell_len(c)) for c in text)
-
-
-def clean(text: str) -> str:
-    """Text of others in one line, without what steers a terminal."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def column(text: Text | str, width: int, *, right: bool = False, style: str = "") -> Text:

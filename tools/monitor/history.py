@@ -13,15 +13,18 @@ from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.monitor.ranks import find_in_job
-from dataparallel.tools.monitor.run_period import RunPeriod, continues, summarize_periods
+from dataparallel.tools.monitor.run_period import (
+    RunPeriod,
+    continues,
+    seconds_still,
+    summarize_periods,
+)
 
 #: So many states of a run are kept at most, and so many samples of a device.
 _MAX_STATES = 1000
 _MAX_SAMPLES = 600
 #: So many seconds count as lately, or the last step if it is older.
 _WINDOW = 10.0
-#: A run that makes no step for so many times the usual time is stuck.
-_MANY_STEPS = 5.0
 
 #: The time of each sample, and the load of a device and the share of its memory in use then.
 Course: TypeAlias = Sequence[tuple[float, float | None, float | None]]
@@ -39,8 +42,7 @@ class RunHistory:
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
         self._period: RunPeriod | None = None
         self._summary: Summary | None = None
-        #: When it was seen last, and when the number of its steps was seen to change last.
-        self._seen = self._moved = elapsed
+        self._seen = elapsed
         self.gone_for: float | None = None
         self.add(state, elapsed, slowed)
 
@@ -63,8 +65,6 @@ class RunHistory:
         self._period = None
         if self._states and not continues(self._states[-1][1], state):
             self._states.clear()
-        if not self._states or self._states[-1][1].num_steps != state.num_steps:
-            self._moved = elapsed
         if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
             # While nothing happens the states in between tell nothing.
             self._states.pop()
@@ -92,14 +92,14 @@ class RunHistory:
         return self._rate(self.summary.samples_per_second)
 
     def _rate(self, lately: float) -> float | None:
-        rate = 0.0 if self.is_stuck or self.gone_for is not None else lately
+        rate = 0.0 if self.still_for or self.gone_for is not None else lately
         return rate if self.seconds else None
 
     @property
-    def is_stuck(self) -> bool:
-        """True if no step has ended for long, beside those before."""
-        usual = _MANY_STEPS * self.summary.step_seconds
-        return self._seen - self._moved > max(_WINDOW, usual)
+    def still_for(self) -> float:
+        """Seconds without a step, if they are many; else 0."""
+        times, states = zip(*self._states, strict=True)
+        return seconds_still(times, states, self.summary.step_seconds)
 
     @property
     def period(self) -> RunPeriod:
@@ -188,11 +188,16 @@ class History:
 
     def _find_changes(self) -> dict[str, list[Finding]]:
         states = [run.state for run in self.runs]
-        there: dict[str, list[tuple[RunState, Summary]]] = {}
+        there: dict[str, list[RunHistory]] = {}
         for run in self.runs:
             if run.gone_for is None:
-                there.setdefault(run.state.job, []).append((run.state, run.summary))
-        return {job: find_in_job(runs, states) for job, runs in there.items()}
+                there.setdefault(run.state.job, []).append(run)
+        return {
+            job: find_in_job(
+                [(run.state, run.summary) for run in runs], states, [run.still_for for run in runs]
+            )
+            for job, runs in there.items()
+        }
 
     @property
     def advice(self) -> Finding | None:

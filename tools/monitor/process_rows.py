@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.reading import ProcessReading
 from dataparallel.tools.monitor import units
-from dataparallel.tools.monitor.bars import ACCENT, clean
+from dataparallel.tools.monitor.bars import ACCENT, ALARM, clean
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def as_tree(rows: Sequence[Row], ancestors: Iterable[ProcessReading]) -> list[Ro
 
 
 def table(
-    rows: Sequence[Row], own: Container[int], width: int, sort: str = "", mark: str = ""
+    rows: Sequence[Row], own: Mapping[int, str], width: int, sort: str = "", mark: str = ""
 ) -> tuple[list[Text], dict[str, int]]:
     """Return a head and the rows, and where each column ends.
 
-    Processes of runs that are watched (``own``) stand out, and ``mark`` stands behind the column
-    ``sort``. A small ``width`` is for the command.
+    Processes of runs that are watched (``own``) have a sign each, and ``mark`` stands behind the
+    column ``sort``. A small ``width`` is for the command.
     """
     columns = [one for one in COLUMNS if width >= _WIDE or one.name != "running"]
     heads = [one.name + mark * (one.name == sort) for one in columns]
@@ -153,8 +153,9 @@ def table(
     for row, cells in zip((None, *rows), texts, strict=True):
         pid = None if row is None else row.process.pid
         sign, style = " ", "bold underline" if row is None else ""
-        if pid in own:
-            sign, style = ">", f"bold {ACCENT}"
+        if pid is not None and pid in own:
+            sign = own[pid]
+            style = f"bold {ACCENT if sign == '>' else ALARM}"
         padded = [sign]
         for one, cell, size in zip(columns, cells, widths, strict=True):
             room = " " * (size - cell_len(cell))

@@ -22,6 +22,7 @@ from dataparallel.monitor.findings import NOTABLE, Finding, change, duration
 from dataparallel.monitor.run import RunState
 from dataparallel.monitor.summary import Summary
 from dataparallel.threads import PHASES, Phase
+from dataparallel.tools.monitor.units import seconds_text
 
 #: A slow rank is named if a step would become so much shorter without that.
 _WORTHWHILE = 0.05
@@ -87,12 +88,18 @@ def speed_of_ranks(speeds: Iterable[tuple[int, float | None]]) -> float | None:
 
 
 def find_in_job(
-    runs: Sequence[tuple[RunState, Summary]], states: Sequence[RunState]
+    runs: Sequence[tuple[RunState, Summary]],
+    states: Sequence[RunState],
+    still: Sequence[float] = (),
 ) -> list[Finding]:
     """Return all changes worth making in a job, the largest gain first; shared ones once.
 
-    ``states`` also has those of other jobs, which tell the job's apart.
+    ``states`` also has those of other jobs, which tell the job's apart. ``still`` has the seconds
+    in which each run made no step, 0 if it goes on. In a job that hangs nothing else counts.
     """
+    hang = _find_hang([(state, s) for (state, _), s in zip(runs, still, strict=False) if s], states)
+    if hang is not None and hang.severity == "error":
+        return [hang]
     models: dict[str, dict[int, Summary]] = {}
     for state, summary in runs:
         models.setdefault(model_name(state, states), {})[state.rank] = summary
@@ -117,7 +124,34 @@ def find_in_job(
             found.append(replace(least, text=text, gain=min(least.gain, most)))
     chosen = [one for one in found if one.gain] or found[:1]
     nothing = Finding("nothing", "Nothing stands out.")
-    return sorted(chosen, key=lambda one: -one.gain) or [nothing]
+    chosen = sorted(chosen, key=lambda one: -one.gain) or [nothing]
+    return chosen if hang is None else [*chosen, hang]
+
+
+def _find_hang(
+    still: Sequence[tuple[RunState, float]], states: Sequence[RunState]
+) -> Finding | None:
+    """Return why runs stand still, if some do; those that wait for others are not the cause."""
+    causes = [one for one in still if not one[0].answers]
+    causes = causes or [one for one in still if _WAITING not in dict(one[0].now)] or list(still)
+    if not causes:
+        return None
+    state, seconds = causes[0]
+    phase, since = max(state.now, key=lambda each: each[1])
+    does = f"has been in '{phase}' for {seconds_text(since)}"
+    if not state.answers:
+        does = f"does not answer, and was in '{phase}' last"
+    who = run_name(state, states) or "the run"
+    more = f", like {len(causes) - 1} more" if len(causes) > 1 else ""
+    text = (
+        f"{who[0].upper()}{who[1:]} has made no step for {seconds_text(seconds)}{more}: it {does}. "
+        f"`py-spy dump --pid {state.pid}` shows where it is."
+    )
+    if phase == _WAITING:
+        text += " Another process is late or gone: look at what that one does."
+    if state.answers and phase in ("input", "idle"):
+        return Finding("stands still", f"{text} It may load data, evaluate or save.", "warning")
+    return Finding("hang", text, "error")
 
 
 def _by_cause(runs: Sequence[tuple[RunState, Summary]]) -> list[list[tuple[RunState, Finding]]]:

@@ -29,6 +29,7 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any, cast
 
+from dataparallel.monitor.from_json import clean
 from dataparallel.monitor.sample import Sample
 
 FORMAT = "dataparallel monitor recording"
@@ -151,7 +152,7 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{path} has version {version!r} of the format, but this dataparallel reads version "
             f"{VERSION}; read it with {age} dataparallel"
         )
-    return header
+    return {key: clean(one) if isinstance(one, str) else one for key, one in header.items()}
 
 
 def times_of(samples: Sequence[Sample]) -> list[float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dataparallel.monitor.findings import Finding
@@ -17,10 +17,20 @@ from dataparallel.tools.monitor.alerts import device_alerts
 from dataparallel.tools.monitor.history import Since, reading_of, replicas_on
 from dataparallel.tools.monitor.ranks import find_in_job, run_name, speed_of_ranks
 from dataparallel.tools.monitor.recording import Recording, check_different, longest_step, times_of
-from dataparallel.tools.monitor.run_period import RunPeriod, find_runs, summarize_periods
+from dataparallel.tools.monitor.run_period import (
+    RunPeriod,
+    find_runs,
+    seconds_still,
+    summarize_periods,
+)
+from dataparallel.tools.monitor.units import bytes_text, percent_text, seconds_text
 
 #: A report says that a device is slowed down from this share of the samples on.
 _OFTEN = 0.1
+#: The host's memory leaks if more than this share of it fills in a minute; so many samples tell it,
+#: of so many seconds.
+_LEAK = 0.01
+_ENOUGH, _SHORTEST = 8, 20.0
 
 
 @dataclass(frozen=True)
@@ -38,27 +48,14 @@ class DeviceReport:
     temperature_peak: float | None
     power_mean: float | None
     energy: float | None
-    #: Share of the samples in which it was slowed down; and by reason, the most frequent first.
+    #: Share of the samples in which it was slowed down; and in words, why, the most frequent first.
     throttled: float
-    throttle_reasons: Mapping[str, float]
-    #: In how many samples it could not be read, and why not, the last time.
-    failed: int
-    error: str | None
-    #: True if it could not be read, or was missing, at the end.
-    is_lost: bool
-
-    @property
-    def reasons(self) -> str:
-        """Return, in words, why it is slowed down and how often."""
-        return ", ".join(
-            f"{reason} in {100 * share:.0f} % of the time"
-            for reason, share in self.throttle_reasons.items()
-        )
+    reasons: str
 
 
 @dataclass(frozen=True)
 class Incident:
-    """An alert of a device in a recording."""
+    """An alert of a device, or of the host, in a recording."""
 
     host: str
     device: str
@@ -82,12 +79,12 @@ class RunReport:
     info: RunInfo
     #: Several if it was started again.
     pids: tuple[int, ...]
-    #: True if the numbers are since the run began, not since it was seen first.
-    since_start: bool
     summary: Summary
     #: Joules of its devices while it was watched; None if that is not available.
     energy: float | None
     energy_per_sample: float | None
+    #: Seconds without a step at the end of the recording, if the run stands still; else 0.
+    still_for: float
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ def make_report(*recordings: Recording) -> RecordingReport:
     for recording in recordings:
         own = _report_devices(recording)
         devices += own
-        incidents += _find_incidents(recording)
+        incidents += [*_find_incidents(recording), *_find_leak(recording)]
         often = sorted(own, key=lambda one: -one.throttled)
         for periods in find_runs(recording.samples):
             info = periods[-1].info
@@ -176,7 +173,7 @@ def make_report(*recordings: Recording) -> RecordingReport:
         host_utilization=_mean([one.host.utilization for one in samples if one.host is not None]),
         runs=reports,
         jobs=jobs,
-        advice=_advice(reports, jobs, devices, incidents),
+        advice=_advice(reports, jobs, incidents),
     )
 
 
@@ -214,19 +211,52 @@ def _report_devices(recording: Recording) -> list[DeviceReport]:
 
 
 def _find_incidents(recording: Recording) -> list[Incident]:
-    """Return the alerts of devices, but for those that a device's report has already."""
+    """Return the alerts of devices."""
     since, found = Since(), dict[tuple[str, str], Incident]()
     host = recording.header.get("host", "")
-    for time, sample in zip(times_of(recording.samples), recording.samples, strict=True):
+    times = times_of(recording.samples)
+    for time, sample in zip(times, recording.samples, strict=True):
         infos = [state.info for state in sample.runs]
         for device, finding in device_alerts(sample, infos, since):
-            if finding.kind in ("slowed device", "lost device"):
-                continue
             key = device.identity, finding.kind
             before = found.get(key)
             first, count = (time, 0) if before is None else (before.first, before.count)
+            if finding.kind == "lost device" and time < times[-1]:
+                # It may come back.
+                finding = replace(finding, severity="warning")
             found[key] = Incident(host, device.device, finding, first, time, count + 1)
     return list(found.values())
+
+
+def _find_leak(recording: Recording) -> Iterator[Incident]:
+    """Yield an incident if the runs take more of the host's memory all the time."""
+    samples, times = recording.samples, times_of(recording.samples)
+    if len(samples) < _ENOUGH or times[-1] < _SHORTEST or (host := samples[-1].host) is None:
+        return
+    held = []
+    for sample in samples:
+        pids = {run.pid for run in sample.runs}
+        # A process may be on several devices.
+        each = {one.pid: one.host_memory or 0.0 for one in sample.processes if one.pid in pids}
+        held.append(sum(each.values()))
+    # Programs load what they need as they begin: the first quarter is left out. In each of the
+    # others memory has to grow, and garbage that is collected does not count.
+    edges = [len(times) * i // 4 for i in range(1, 5)]
+    lows = [min(held[a:b]) for a, b in itertools.pairwise(edges)]
+    minute = 60 * min(
+        (lows[i + 1] - lows[i]) / max(1e-9, times[edges[i + 1]] - times[edges[i]]) for i in (0, 1)
+    )
+    if minute > _LEAK * host.memory_total:
+        full = seconds_text((host.memory_total - host.memory_used) / minute * 60)
+        text = (
+            f"the processes of the runs take {bytes_text(minute)} more of the host's memory each "
+            f"minute ({percent_text(minute / host.memory_total)} of it), which is full in {full}: "
+            "look for tensors that are kept with their graph, as in a sum of losses without "
+            ".item(), and for lists and caches that only grow"
+        )
+        finding = Finding("host memory", text, "warning", numbers={"bytes_per_minute": minute})
+        name = recording.header.get("host", "")
+        yield Incident(name, "host", finding, 0.0, times[-1], len(samples))
 
 
 def _report_device(
@@ -234,7 +264,6 @@ def _report_device(
 ) -> DeviceReport:
     known = [reading for reading in row if reading is not None]
     good = [reading for reading in known if reading.error is None]
-    errors = [reading.error for reading in known if reading.error is not None]
     last = (good or known)[-1]
     number = max(1, len(good))
     reasons = Counter(reason for reading in good for reason in reading.slowdowns)
@@ -251,10 +280,10 @@ def _report_device(
         power_mean=_mean(_column(good, "power")),
         energy=energy_used(times, _column(row, "energy"), _column(row, "power")),
         throttled=sum(bool(reading.slowdowns) for reading in good) / number,
-        throttle_reasons={reason: count / number for reason, count in reasons.most_common()},
-        failed=len(errors),
-        error=errors[-1] if errors else None,
-        is_lost=row[-1] is None or row[-1].error is not None,
+        reasons=", ".join(
+            f"{reason} in {percent_text(count / number)} of the time"
+            for reason, count in reasons.most_common()
+        ),
     )
 
 
@@ -275,6 +304,7 @@ def _report_run(run: _Run, states: Sequence[RunState]) -> RunReport:
     periods, state = run.periods, run.state
     energy = _energy(periods, run.recording.samples, times_of(run.recording.samples))
     watched = sum(one.states[-1].main.samples - one.states[0].main.samples for one in periods)
+    summary = summarize_periods(periods, run.slowed)
     return RunReport(
         job=state.job,
         rank=state.rank,
@@ -282,11 +312,19 @@ def _report_run(run: _Run, states: Sequence[RunState]) -> RunReport:
         name=run_name(state, states),
         info=state.info,
         pids=tuple(dict.fromkeys(period.states[0].pid for period in periods)),
-        since_start=all(period.since_start for period in periods),
-        summary=summarize_periods(periods, run.slowed),
+        summary=summary,
         energy=energy,
         energy_per_sample=None if energy is None or watched <= 0 else energy / watched,
+        still_for=_still_for(run, summary),
     )
+
+
+def _still_for(run: _Run, summary: Summary) -> float:
+    """Return for how long a run that is there at the end has made no step; 0 if it goes on."""
+    last, times = run.periods[-1], times_of(run.recording.samples)
+    if last.places[-1] < len(times) - 1:
+        return 0.0
+    return seconds_still([times[i] for i in last.places], last.states, summary.step_seconds)
 
 
 def _report_jobs(reports: Sequence[RunReport], states: Sequence[RunState]) -> tuple[JobReport, ...]:
@@ -294,7 +332,11 @@ def _report_jobs(reports: Sequence[RunReport], states: Sequence[RunState]) -> tu
     for job in dict.fromkeys(one.job for one in reports):
         runs = [(r, s) for r, s in zip(reports, states, strict=True) if r.job == job]
         speeds = [(report.rank, report.summary.samples_per_second) for report, _ in runs]
-        findings = find_in_job([(state, report.summary) for report, state in runs], states)
+        findings = find_in_job(
+            [(state, report.summary) for report, state in runs],
+            states,
+            [report.still_for for report, _ in runs],
+        )
         found.append(
             JobReport(
                 job=job,
@@ -327,27 +369,17 @@ def _energy(
 def _advice(
     runs: Sequence[RunReport],
     jobs: Sequence[JobReport],
-    devices: Sequence[DeviceReport],
     incidents: Sequence[Incident],
 ) -> Finding:
-    lost = next((one for one in devices if one.is_lost and one.error), None)
-    if lost is not None:
-        text = f"{lost.device} was lost, and is not back at the end: {lost.error}."
-        return Finding("lost device", text, "error")
-    if incidents and incidents[0].finding.severity == "error":
-        return incidents[0].finding
-    if runs:
-        longest = max(runs, key=lambda run: run.summary.num_steps).job
-        return next(job.findings[0] for job in jobs if job.job == longest)
-    slowest = max(devices, key=lambda one: one.throttled, default=None)
-    if slowest is not None and slowest.throttled >= _OFTEN:
-        return Finding(
-            "slowed device",
-            f"{slowest.device} is slowed down: {slowest.reasons}. Look at its cooling, its power "
-            "limit and what else runs on it.",
-        )
-    return Finding(
+    found = Finding(
         "unknown",
         "No run was recorded, so nothing is known of its steps. Watch it with "
         "dataparallel.monitor.StepMonitor(model), and record with --attach auto.",
     )
+    if runs:
+        longest = max(runs, key=lambda run: run.summary.num_steps).job
+        found = next(job.findings[0] for job in jobs if job.job == longest)
+    for one in incidents[:1]:
+        if one.finding.severity == "error" or found.kind in ("nothing", "unknown"):
+            return one.finding
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -18,7 +19,6 @@ from dataparallel.tools.monitor.ranks import own_seconds, phase_seconds
 from dataparallel.tools.monitor.recorder import samples_text
 from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.report import (
-    DeviceReport,
     Incident,
     JobReport,
     RecordingReport,
@@ -47,7 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(asdict(report), indent=2, allow_nan=False))
         return 0
     console = Console()
-    print_report(report, console if console.is_terminal else Console(width=_WIDTH_OF_FILES))
+    console = console if console.is_terminal else Console(width=_WIDTH_OF_FILES)
+    # Rich ends the program where a reader has read enough.
+    with console.capture() as captured:
+        print_report(report, console)
+    print(captured.get(), end="")
     return 0
 
 
@@ -66,16 +70,10 @@ def print_report(report: RecordingReport, console: Console) -> None:
 def _parts(report: RecordingReport, width: int) -> Iterator[RenderableType]:
     yield Group(*_recording(report))
     if report.devices:
-        yield _devices(report)
-    names = _device_names(report)
-    devices = zip(report.devices, names, strict=True)
-    notes = [note for device, name in devices for note in _device_notes(device, name)]
-    notes += [
-        _incident(one, several=len({each.host for each in report.devices}) > 1)
-        for one in report.incidents
-    ]
-    if notes:
-        yield Group(*notes)
+        yield Group(*_devices(report))
+    several = len({each.host for each in report.devices}) > 1
+    if report.incidents:
+        yield Group(*(_incident(one, several=several) for one in report.incidents))
     for job in report.jobs:
         runs = [one for one in report.runs if one.job == job.job]
         if len(job.ranks) > 1:
@@ -99,16 +97,20 @@ def _recording(report: RecordingReport) -> Iterator[RenderableType]:
         yield Text(f"and {len(report.problems) - _MOST_PROBLEMS} more problems", style="yellow")
 
 
-def _devices(report: RecordingReport) -> Table:
-    titles = ("device", "name", "busy", "peak", "memory, peak", "power", "energy", "temp", "slowed")
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    for i, title in enumerate(titles):
-        rows.add_column(title, justify="left" if i < 2 else "right")
+def _devices(report: RecordingReport) -> Iterator[RenderableType]:
+    # The name of all is told once; "cpu" is called CPU.
+    each = Counter(one.name for one in report.devices if one.name.lower() != one.device)
+    several = len(each) > 1
+    if not several:
+        for what, count in each.items():
+            yield Text.assemble(("Devices  ", "bold"), f"{count} x {what}" if count > 1 else what)
+    titles = ("busy", "peak", "memory, peak", "power", "energy", "temp", "slowed")
+    rows = _table(("device", *["name"] * several), titles)
     for device, name in zip(report.devices, _device_names(report), strict=True):
         temperature = device.temperature_peak
         rows.add_row(
             name,
-            Text(device.name),
+            *[Text(device.name)] * several,
             percent_text(device.utilization_mean),
             percent_text(device.utilization_peak),
             bytes_of_text(device.memory_peak, device.memory_total),
@@ -117,6 +119,15 @@ def _devices(report: RecordingReport) -> Table:
             "-" if temperature is None else f"{temperature:.0f} °C",
             percent_text(device.throttled),
         )
+    yield rows
+
+
+def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    for title in names:
+        rows.add_column(title)
+    for title in numbers:
+        rows.add_column(title, justify="right")
     return rows
 
 
@@ -124,15 +135,6 @@ def _device_names(report: RecordingReport) -> list[str]:
     """Return the names, with their machines if there are several."""
     several = len({one.host for one in report.devices}) > 1
     return [f"{one.host} {one.device}" if several else one.device for one in report.devices]
-
-
-def _device_notes(device: DeviceReport, name: str) -> Iterator[Text]:
-    if device.throttle_reasons:
-        yield Text(f"{name} was slowed down: {device.reasons}", style="yellow")
-    if device.failed or device.is_lost:
-        state = "was lost, and is not back at the end" if device.is_lost else "was lost a while"
-        why = f": {device.error}" if device.error else ""
-        yield Text(f"{name} {state}{why}", style="red")
 
 
 def _incident(incident: Incident, *, several: bool) -> Text:
@@ -151,10 +153,7 @@ def _job(job: JobReport, runs: Sequence[RunReport]) -> Iterator[RenderableType]:
     # Where its waiting is a part of the backward, a fast rank seems to compute longest.
     hides = any(run.info.hides_waiting for run in runs)
     last = ("own work",) if hides else ("computing", "waits for others")
-    titles = ("rank", "machine", "steps", "step", "input", *last)
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    for i, title in enumerate(titles):
-        rows.add_column(title, justify="left" if i < 2 else "right")
+    rows = _table(("rank", "machine"), ("steps", "step", "input", *last))
     for run in runs:
         one = run.summary
         each = phase_seconds(one)
@@ -164,8 +163,9 @@ def _job(job: JobReport, runs: Sequence[RunReport]) -> Iterator[RenderableType]:
         else:
             times.append(max(replica.compute for replica in one.replicas))
             times.append(each.get("reduce across processes", 0.0))
+        still = f", still for {seconds_text(run.still_for)}" if run.still_for else ""
         rows.add_row(
-            run.name,
+            Text(run.name + still, style="red" if still else ""),
             run.host,
             str(one.num_steps),
             *map(seconds_text, times),
@@ -188,11 +188,10 @@ def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
     if not summary.num_steps:
         yield Text("no step ended while it was watched")
         return
-    first, *others = summary.headlines()
-    yield Text(first + (" since the run began" if run.since_start else ""))
-    yield from map(Text, others)
-    each, all_of_it = energy_text(run.energy_per_sample), energy_text(run.energy)
-    yield Text(f"energy per sample: {each} ({all_of_it} while the run was watched)")
+    yield from map(Text, summary.headlines())
+    if run.energy_per_sample is not None:
+        each, all_of_it = energy_text(run.energy_per_sample), energy_text(run.energy)
+        yield Text(f"energy per sample: {each} ({all_of_it} while the run was watched)")
     yield Text()
     for line in summary.table(width):
         yield Text(line, no_wrap=True, overflow="crop")

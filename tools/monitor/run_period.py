@@ -11,6 +11,12 @@ from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary, summarize
 
+#: A run stands still if it makes no step for so many seconds, and for so many times the usual time.
+_LONG = 10.0
+_MANY_STEPS = 5.0
+#: The first step compiles and connects, and may take so long.
+_FIRST = 60.0
+
 
 @dataclass(frozen=True)
 class RunPeriod:
@@ -31,14 +37,10 @@ class RunPeriod:
         """Return the facts that do not change."""
         return self.states[-1].info
 
-    @property
-    def since_start(self) -> bool:
-        """True if :meth:`windows` are those since the run began, not since it was seen first."""
-        return self.is_whole or self.states[-1].num_steps == self.states[0].num_steps
-
     def windows(self) -> list[StepWindow]:
-        """Return the steps from one state to the next."""
-        before = None if self.since_start else self.states[0]
+        """Return the steps from one state to the next, or since the run began if there are none."""
+        stands = self.states[-1].num_steps == self.states[0].num_steps
+        before = None if self.is_whole or stands else self.states[0]
         seen = None
         found: list[StepWindow] = []
         for state in self.states:
@@ -137,6 +139,15 @@ def continues(before: RunState, now: RunState) -> bool:
         )
         and before.info.devices == now.info.devices
     )
+
+
+def seconds_still(times: Sequence[float], states: Sequence[RunState], usual: float) -> float:
+    """Return how long a run has made no step; 0 unless that is long, also beside the usual step."""
+    last = states[-1]
+    since = next(t for t, one in zip(times, states, strict=True) if one.num_steps == last.num_steps)
+    # It may have stood still before anybody looked.
+    seconds = max(times[-1] - since, min((each for _, each in last.now), default=0.0))
+    return seconds if seconds > max(_LONG, _MANY_STEPS * (usual or _FIRST)) else 0.0
 
 
 def summarize_periods(

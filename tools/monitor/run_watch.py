@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -26,7 +27,7 @@ class RunWatch:
     watch is never over.
 
     Attributes:
-        latest: The last states, by job and rank.
+        latest: The last states, also of processes that are there and do not answer.
     """
 
     def __init__(self, ask: Callable[[], Answers], pid: int | None = None) -> None:
@@ -46,8 +47,12 @@ class RunWatch:
 
     def __call__(self) -> tuple[RunState, ...]:
         """Ask the runs."""
-        self.latest = ()
-        self.latest, self._problems = self._ask()
+        before, self.latest = self.latest, ()
+        states, self._problems, silent = self._ask()
+        # It may hang, which is when one wants to see it.
+        told = {state.identity for state in states}
+        known = (run for run in before if run.pid in silent and run.identity not in told)
+        self.latest = (*states, *(run.without_answer(time.time()) for run in known))
         self._last = self.pids or self._last
         if self._pid in self.pids and self._process is None:
             with contextlib.suppress(psutil.NoSuchProcess):

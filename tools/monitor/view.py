@@ -133,9 +133,9 @@ class View:
         is_told = sample is not None and sample.host is not None
         return [one for one in devices if one.source != "cpu" or not is_told]
 
-    def own_pids(self) -> set[int]:
-        """Return the processes of the runs that are watched."""
-        return {run.state.pid for run in self.history.runs}
+    def own_pids(self) -> dict[int, str]:
+        """Return the processes of the runs that are watched; "!" marks those that stand still."""
+        return {run.state.pid: "!" if run.still_for else ">" for run in self.history.runs}
 
     def _process_lines(self, width: int) -> list[Text]:
         if self.history.sample is None or not self.history.sample.processes:
