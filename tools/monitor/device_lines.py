@@ -131,10 +131,8 @@ def device_tables(
     devices: Sequence[DeviceReading], runs: Sequence[RunHistory], width: int
 ) -> list[list[Text]]:
     """Return tables that are no wider than that; the first one has what matters most."""
-    names = [
-        "device",
-        *(f"{'└ ' * (one.parent is not None)}{clean(one.device)}" for one in devices),
-    ]
+    names = ["device"]
+    names += [("" if one.parent is None else "└ ") + clean(one.device) for one in devices]
     longest = max(map(len, names))
     tables: list[list[Text]] = []
     room = 0
@@ -151,10 +149,8 @@ def device_tables(
             tables.append([column(name, longest, style="bold") for name in names])
             tables[-1][0].stylize("not bold dim")
         room -= size + 2
-        missing = Text(units.NOT_AVAILABLE, "dim")
-        for line, cell in zip(
-            tables[-1], (one.head, *(cell or missing for cell in cells)), strict=True
-        ):
+        shown = [one.head, *(cell or Text(units.NOT_AVAILABLE, "dim") for cell in cells)]
+        for line, cell in zip(tables[-1], shown, strict=True):
             line.append("  ").append_text(column(cell, size, right=one.is_right))
     lost = [place for place, one in enumerate(devices, 1) if one.error is not None]
     for place in reversed(lost):

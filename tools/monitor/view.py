@@ -122,9 +122,8 @@ class View:
         if height is None:
             return choices[0]
         lines = next((one for one in choices if len(one) <= height), choices[-1])
-        return lines + device_charts(
-            devices or sample.devices, self.history, width, height - len(lines)
-        )
+        shown, room = devices or sample.devices, height - len(lines)
+        return lines + device_charts(shown, self.history, width, room)
 
     def _shown(self) -> list[DeviceReading]:
         """Return the devices with lines of their own: the CPU is told with the host."""
@@ -171,9 +170,8 @@ def _devices_together(devices: Sequence[DeviceReading]) -> list[str]:
         found.append(f"hottest {clean(name)} {heat[name]:.0f} °C")
     if busy:
         found.append(f"{sum(load >= _BUSY for load in busy.values())} of {len(devices)} busy")
-    power, limit = (
-        sum(one.value(what) or 0 for one in devices) for what in ("power", "power_limit")
-    )
+    power = sum(one.value("power") or 0 for one in devices)
+    limit = sum(one.value("power_limit") or 0 for one in devices)
     return [*found, units.watts_of_text(power, limit)] if power else found
 
 
