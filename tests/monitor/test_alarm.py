@@ -75,7 +75,7 @@ def test_an_alert_is_told_once_until_it_has_ended(raised: Any) -> None:
     ("condition", "kinds"),
     [
         ("finding>=error", {"cannot be read", "uncorrected"}),
-        ("finding >= warning", {"cannot be read", "uncorrected", "slowed down", "hot", "Replica"}),
+        ("finding >= warning", {"cannot be read", "uncorrected", "slowed down", "Replica"}),
         ("memory errors>=warning", {"uncorrected"}),
         ("memory errors", {"uncorrected"}),
         ("finding>=20%", {"Replica"}),

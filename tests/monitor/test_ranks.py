@@ -200,13 +200,15 @@ def test_which_runs_are_shown_when_they_are_gone(
     first = [rank(0, BUSY).state(), rank(1, BUSY).state()]
     history = live(first, [run.state() for run in second])
     assert [(run.state.rank, run.gone_for) for run in history.runs] == left
-    told = [one.text for one in find_alerts(history) if one.kind == "run gone"]
+    told = [one for one in find_alerts(history) if one.kind == "run gone"]
     assert len(told) == sum(gone is not None for _, gone in left)
     if len(left) == 2 and left[0][1] is None and told:
-        assert told[0].startswith("rank 1 (process 101) has been gone for 1 s")
-    # All have ended, of several jobs.
+        assert told[0].text.startswith("rank 1 (process 101) has been gone for 1 s")
+        assert told[0].severity == "error"
+    # All have ended, of several jobs, which is no fault.
     both = live([*first, FakeRun(job="b").state()], [])
-    assert {one.kind for one in find_alerts(both)} == {"run gone"} and len(both.runs) == 3
+    alerts = {(one.kind, one.severity) for one in find_alerts(both)}
+    assert alerts == {("run gone", "info")} and len(both.runs) == 3
 
 
 # --- recordings ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import re
 import shlex
@@ -10,7 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from http.client import HTTPException
 from typing import NamedTuple
@@ -74,7 +75,8 @@ class Alarm:
         self._actions: list[Callable[[bytes], object]] = []
         words = shlex.split(arguments.exec or "")
         if words:
-            self._actions.append(lambda text: _run(words, text))
+            run = functools.partial(subprocess.run, words, timeout=_TIMEOUT, check=True)
+            self._actions.append(lambda text: run(input=text))
         if url := arguments.webhook:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"--webhook {url[:40]!r} begins with neither http:// nor https://")
@@ -123,10 +125,6 @@ class Alarm:
         deadline = time.monotonic() + _TIMEOUT
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _run(words: Sequence[str], text: bytes) -> None:
-    subprocess.run(words, input=text, timeout=_TIMEOUT, check=True)
 
 
 def _post(url: str, text: bytes) -> None:

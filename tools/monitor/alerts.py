@@ -44,7 +44,10 @@ def find_alerts(history: History, *, with_hints: bool = False) -> list[Finding]:
                 f"{units.seconds_text(run.gone_for)}: it has ended or left its StepMonitor; what "
                 "is shown of it is the last that it told"
             )
-            found.append(Finding("run gone", text, "error", about=name or process))
+            # The end of a whole job is no fault.
+            goes_on = run.state.job in history.changes
+            one = Finding("run gone", text, "error" if goes_on else "info", about=name or process)
+            found.append(one)
     for job, findings in history.changes.items():
         for one in findings:
             # A report of the same samples tells these, if they cost much.
