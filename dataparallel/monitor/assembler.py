@@ -16,8 +16,8 @@ When replicas are dropped or added, all begins anew, with step 1.
 
 The time before the first span of a step is the phase ``input``. It is a ``pause`` if it is over 5
 times as long as the usual step of this kind, pauses aside. Saving and evaluating take so long, and
-not at each step. If more than a tenth of the steps begin like that, it is the way of the run, as
-with a loader that is late.
+not at each step. If more than a tenth of the steps begin with about as long a gap, it is the way of
+the run, as with a loader that is late.
 
 Note [A device's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -411,7 +411,7 @@ class _Pauses:
 
     def __init__(self) -> None:
         self._lengths: deque[float] = deque(maxlen=_RECENT)
-        self._are_long: deque[bool] = deque(maxlen=_RECENT)
+        self._gaps: deque[float] = deque(maxlen=_RECENT)
 
     def add(self, each: Sequence[Sequence[Segment]]) -> bool:
         """True if a step, which is known by the segments of its replicas, begins with a pause."""
@@ -419,9 +419,10 @@ class _Pauses:
         gap = max((one.end for one in starts), default=0.0)
         length = max((segments[-1].end for segments in each if segments), default=0.0)
         usual = statistics.median(self._lengths) if len(self._lengths) >= _KNOWN else math.inf
-        self._are_long.append(gap > _LONG * usual)
-        few = max(1.0, _RARE * len(self._are_long))
-        is_pause = self._are_long[-1] and sum(self._are_long) <= few
+        self._gaps.append(gap)
+        # On a busy machine there are many gaps, but few as long as this one.
+        alike = sum(2 * one >= gap for one in self._gaps)
+        is_pause = gap > _LONG * usual and alike <= max(1.0, _RARE * len(self._gaps))
         self._lengths.append(length - gap if is_pause else length)
         return is_pause
 

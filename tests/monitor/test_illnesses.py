@@ -6,6 +6,7 @@ A table of runs that were made up has the illnesses, and another one runs that h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -384,6 +385,33 @@ def test_a_loader_that_is_late(num_threads: Any) -> None:
     assert late.advice.kind == "input" and "num_workers" in late.advice.text
     assert str(late).startswith("Change first: ")
     assert gain(in_time, "input") < gain(late, "input") / 2
+
+
+@pytest.mark.parametrize(
+    ("every", "kind", "other"), [(20, "pauses", "input"), (3, "input", "pauses")]
+)
+def test_a_long_gap_is_a_pause_if_it_is_rare(
+    every: int, kind: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a checkpoint is; a loader that is late makes every batch or every few late."""
+    # Each look at the clock takes 10 us.
+    clock = itertools.count(step=10_000)
+    passed = [0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock) + passed[0])
+
+    def batches() -> Iterator[torch.Tensor]:
+        for step in range(70):
+            # Short gaps as on a busy machine do not hide the long ones.
+            passed[0] += 3_000_000 * (step % 4 == 0) + 300_000_000 * (step % every == every - 1)
+            yield torch.ones(8, 64)
+
+    summary = train(nn.Linear(64, 64), batches())
+    assert summary.advice.kind == kind and gain(summary, kind) > 10 * gain(summary, other)
+    assert (summary.time_shares.get("pauses", 0.0) > 0.8) == (kind == "pauses")
+    # The table has the same shares as the advice.
+    (replica,) = summary.replicas
+    phase: Phase = "pause" if kind == "pauses" else "input"
+    assert replica.shares[phase] == pytest.approx(summary.advice.gain, abs=0.02)
 
 
 def test_a_replica_that_is_slow(num_threads: Any) -> None:
