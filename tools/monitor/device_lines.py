@@ -181,7 +181,7 @@ def device_charts(
         ]
     elif courses and height >= _LOWEST_OF_ALL:
         title = f"mean of {len(courses)} devices" if len(courses) > 1 else next(iter(courses))
-        per_row, size, each = 2, width // 2 - 2, min(_HIGHEST, height) - 1
+        per_row, size, each = 2, width // 2 - 2, min(_HIGHEST // 2, height) - 1
         boxes = list(_charts(_mean(list(courses.values())), size, each, each))
     else:
         return []
