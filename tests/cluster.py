@@ -44,6 +44,10 @@ STARTUP = 600.0
 #: The environment variable for another number of virtual devices than four.
 VIRTUAL_DEVICES = "DATAPARALLEL_TESTS_VIRTUAL_DEVICES"
 
+#: A worker with more threads is replaced: those of gloo's groups that were given up look for work a
+#: hundred times a second.
+MOST_THREADS = 24
+
 #: Seconds that the other ranks get after one has failed, before they are ended.
 GRACE = 10.0
 
@@ -72,6 +76,7 @@ class _Reply:
     error: BaseException | None = None
     trace: str = ""
     when: float = field(default_factory=time.time)
+    num_threads: int = 0
     records: device_only.Records = field(default_factory=lambda: device_only.Records([], []))
 
 
@@ -89,6 +94,12 @@ class _Worker:
     process: multiprocessing.process.BaseProcess
     connection: Connection
     stacks: pathlib.Path
+    num_threads: int = 0
+
+    @property
+    def is_fit(self) -> bool:
+        """True if it is alive, and not slowed down by the threads of earlier jobs."""
+        return self.process.is_alive() and self.num_threads <= MOST_THREADS
 
     def stop(self, seconds: float = 0.0) -> None:
         """End the process, which is killed after some seconds."""
@@ -192,7 +203,7 @@ class Cluster:
     def _ready(self, world_size: int, virtual: bool) -> list[_Worker]:
         """Workers that wait for a job; new ones start where there are too few."""
         workers = self._workers[virtual]
-        new = [rank for rank, worker in enumerate(workers) if not worker.process.is_alive()]
+        new = [rank for rank, worker in enumerate(workers) if not worker.is_fit]
         for rank in new:
             workers[rank].stop()
             # In its place: a process has the same rank as long as it lives.
@@ -243,6 +254,7 @@ class Cluster:
         except (EOFError, OSError):
             worker.process.join(5)
             return _died(f"the worker ended with exit code {worker.process.exitcode}")
+        worker.num_threads = reply.num_threads
         return reply
 
 
@@ -303,6 +315,7 @@ def _run(received: bytes, stray: list[str], virtual: bool) -> bytes:
         gc.collect()
         if virtual:
             reply.records = device_only.take_records()
+    reply.num_threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
     if stray and reply.error is None:
         text = "\n".join(stray)
         reply = _Reply(error=RuntimeError(f"outside of the function:\n{text}"), trace=text)

@@ -50,8 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """Let the collections of garbage, which many tests ask for, pass over torch and the tests."""
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """Let the collections of garbage, which many tests ask for, pass over what is there to stay.
+
+    Those are torch and the tests, and later what tests have imported and compiled.
+    """
     gc.collect()
     gc.freeze()
 
