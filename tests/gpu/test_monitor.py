@@ -16,7 +16,7 @@ from dataparallel.monitor.readings.nvml import NvmlSource
 from dataparallel.monitor.readings.nvml_devices import sees_host_processes
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
-from dataparallel.monitor.run import RunInfo
+from dataparallel.monitor.readings.visible_devices import named_by_run
 from tests.gpu.nvidia_smi import MEBIBYTE, differences, work
 
 pytestmark = pytest.mark.gpu
@@ -83,10 +83,10 @@ def test_devices_have_torch_s_names(source: NvmlSource) -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     uuids = tuple(device_uuid(device) for device in devices)
     names = tuple(str(device) for device in devices)
-    source.attach([RunInfo("Net", "DataParallel", devices=names, uuids=uuids)])
-    by_run = {one.uuid: one.device for one in source.read().devices}
+    named = NvmlSource(names=lambda: named_by_run(names, uuids))
+    by_run = {one.uuid: one.device for one in named.read().devices}
+    named.close()
     assert {uuid: by_run[uuid] for uuid in uuids if uuid} == dict(zip(uuids, names, strict=True))
-    source.attach([])
     reading = source.read()
     if not any("PCI_BUS_ID" in note for note in reading.notes):
         assert {one.uuid: one.device for one in reading.devices} == by_run

@@ -6,7 +6,6 @@ Each failure is told in words, with what to do; nothing is raised.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import getpass
 import importlib
@@ -30,8 +29,12 @@ from dataparallel.monitor.readings.nvml_devices import NO_NAMES, sees_host_proce
 from dataparallel.monitor.readings.nvml_query import MEANINGS, explain
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.readings.source import SourceReading
-from dataparallel.monitor.readings.visible_devices import DeviceIdentity, visible_devices
-from tests.monitor.cases import GIB, make_info
+from dataparallel.monitor.readings.visible_devices import (
+    DeviceIdentity,
+    named_by_run,
+    visible_devices,
+)
+from tests.monitor.cases import GIB
 from tests.monitor.nvml_stub import ALL_LINKS, EVERYTHING, NEW, OLD, Clock, Device, Stub
 from tests.monitor.nvml_stub import clock as clock
 from tests.monitor.nvml_stub import source as source
@@ -273,7 +276,6 @@ def test_what_is_missing_is_told_with_the_remedy(
 ) -> None:
     source = NvmlSource(environment={})
     happens(monkeypatch)
-    assert not source.available()
     reading = source.read()
     assert (reading.devices, reading.processes) == ((), ())
     (note,) = reading.notes
@@ -302,15 +304,13 @@ def test_a_driver_that_does_not_start_is_explained_and_tried_again(
     assert reading.notes[0].startswith(f"nothing from NVIDIA: {says}")
     stub.failures.clear()
     # Not at each sample: a driver that is broken can take long to say so.
-    assert not source.available()
+    assert source.read() == reading
     clock.now += 31
-    assert source.available()
     assert devices(source.read()) == [("cuda:0", True, False)]
 
 
 def test_a_driver_without_devices(stub: Stub, source: NvmlSource) -> None:
     stub.devices.clear()
-    assert not source.available()
     (note,) = source.read().notes
     assert note == "the NVIDIA driver works, but there is no device; see: nvidia-smi -L"
     assert all(what and remedy for what, remedy in MEANINGS.values())
@@ -749,12 +749,11 @@ def test_devices_have_the_names_of_torch_or_of_the_run(
     stub.devices = [Device(i, EVERYTHING) for i in range(3)]
     stub.devices[1].processes = [("Compute", 7, 10, 20)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    source = NvmlSource()
-    if uuids is not None:
-        source.attach([dataclasses.replace(make_info(device="cuda"), uuids=uuids)])
+    names = {} if uuids is None else named_by_run(["cuda:0", "cuda:1"], uuids)
+    source = NvmlSource(names=lambda: names)
     reading = source.read()
     assert [one.device for one in reading.devices] == expected
     assert [one.device for one in reading.processes] == [expected[1]]
-    source.attach([])
+    names = {}
     assert [one.device for one in source.read().devices] == ["cuda:1", "nvml:1", "cuda:0"]
     source.close()

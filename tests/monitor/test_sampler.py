@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -401,7 +401,6 @@ def test_memory_is_that_of_the_tightest_group(
 def test_without_a_driver_the_cpu_is_read_and_the_remedy_is_told(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NvmlSource, "available", lambda self: False)
     monkeypatch.setattr(NvmlSource, "read", lambda self: SourceReading(notes=("x",)))
     with opened() as sampler:
         first = sampler.sample()
@@ -410,7 +409,7 @@ def test_without_a_driver_the_cpu_is_read_and_the_remedy_is_told(
     host = first.host
     assert host is not None and host.load is not None and min(host.load) >= 0
     assert host.swap_used is not None and 0 <= host.swap_used <= (host.swap_total or 0)
-    assert first.notes == ("x", "without NVIDIA's devices, the CPU is shown")
+    assert first.notes == ("x",)
     with pytest.raises(RuntimeError, match="there is nothing to read with --source nvml: x"):
         opened("--source", "nvml")
 
@@ -515,16 +514,23 @@ def test_a_process_that_does_not_answer_stays_with_its_last_words() -> None:
     assert phase == before and seconds > since + 60
 
 
-def test_what_does_not_change_is_told_while_runs_are_there() -> None:
-    told: list[Sequence[RunInfo]] = []
-    runs = [(state("cuda:1"),), (), (state("cpu"), state("cuda:0"))]
+def test_devices_keep_the_names_of_the_last_runs_unless_two_differ() -> None:
+    def named(pid: int, uuid: str) -> RunState:
+        run = state("cuda:0", "cuda:1")
+        return dataclasses.replace(
+            run, pid=pid, info=dataclasses.replace(run.info, uuids=(uuid, "GPU-c"))
+        )
+
+    runs = [(named(1, "GPU-a"),), (), (named(1, "GPU-a"), named(2, "GPU-b"))]
     watch = RunWatch(lambda: Answers(runs.pop(0), ()), 1)
-    watch.listen(told.append)
+    found = []
     for _ in range(3):
         watch()
-    assert [[one.devices for one in infos] for infos in told] == [
-        [("cuda:1",)],
-        [("cpu",), ("cuda:0",)],
+        found.append(watch.device_names())
+    assert found == [
+        {"a": "cuda:0", "c": "cuda:1"},
+        {"a": "cuda:0", "c": "cuda:1"},
+        {"c": "cuda:1"},
     ]
     # A run that cannot be asked has not ended, but its last state is not the latest.
     with pytest.raises(IndexError, match="pop from empty list"):

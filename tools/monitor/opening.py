@@ -47,23 +47,20 @@ def _open(arguments: argparse.Namespace, given: RunWatch | None) -> Sampler:
         watch = watch_runs(arguments.attach)
     busy = BusyShare()
     sources: list[Source] = []
-    hints: list[str] = []
     if arguments.source in ("auto", "nvml"):
-        nvml = _open_nvml(required=arguments.source == "nvml")
-        watch.listen(nvml.attach)
+        nvml = NvmlSource(names=watch.device_names)
+        if arguments.source == "nvml":
+            _require_devices(nvml)
         sources.append(nvml)
-        if not nvml.available():
-            hints.append("without NVIDIA's devices, the CPU is shown")
     if arguments.source in ("auto", "cpu"):
         sources.append(CpuSource(lambda: watch.pids, busy=busy))
-    if not is_attached:
-        hints += _runs_to_watch()
+    hints = () if is_attached else _runs_to_watch()
     sampler = Sampler(
         sources,
         interval=arguments.interval,
         host=HostReader(watch.names, busy=busy).read,
         runs=watch,
-        notes=lambda: (*hints, *(watch.notes() if is_attached else ())),
+        notes=watch.notes if is_attached else lambda: hints,
         is_over=watch.is_over,
     )
     # For `top --once`, which shows the second of two samples, the first one does as well.
@@ -87,15 +84,12 @@ def _open_replay(arguments: argparse.Namespace) -> Sampler:
     return Replay(path, speed=arguments.speed)
 
 
-def _open_nvml(*, required: bool) -> NvmlSource:
-    source = NvmlSource()
-    if required:
-        reading = source.read()
-        if not reading.devices:
-            source.close()
-            why = "; ".join(reading.notes) or "NVIDIA's driver knows no device"
-            raise RuntimeError(f"there is nothing to read with --source nvml: {why}")
-    return source
+def _require_devices(source: NvmlSource) -> None:
+    reading = source.read()
+    if not reading.devices:
+        source.close()
+        why = "; ".join(reading.notes) or "NVIDIA's driver knows no device"
+        raise RuntimeError(f"there is nothing to read with --source nvml: {why}")
 
 
 def _runs_to_watch() -> tuple[str, ...]:

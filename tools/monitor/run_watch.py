@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 
 import psutil
 
 from dataparallel.monitor.attach import Answers, ask, runs
+from dataparallel.monitor.readings.visible_devices import named_by_run
 from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.tools.monitor.ranks import process_name
 
@@ -39,11 +41,7 @@ class RunWatch:
         self._last: tuple[int, ...] = ()
         #: The process that is watched, once it has answered; None if it is not visible.
         self._process: psutil.Process | None = None
-        self._listeners: list[Callable[[Sequence[RunInfo]], None]] = []
-
-    def listen(self, listener: Callable[[Sequence[RunInfo]], None]) -> None:
-        """Tell what does not change while runs go on, each time that any are there."""
-        self._listeners.append(listener)
+        self._infos: list[RunInfo] = []
 
     def __call__(self) -> tuple[RunState, ...]:
         """Ask the runs."""
@@ -57,9 +55,16 @@ class RunWatch:
         if self._pid in self.pids and self._process is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process = psutil.Process(self._pid)
-        for listener in self._listeners if self.latest else ():
-            listener([state.info for state in self.latest])
+        self._infos = [state.info for state in self.latest] or self._infos
         return self.latest
+
+    def device_names(self) -> dict[str, str]:
+        """Return the runs' names of devices, by identity, without those that mean several."""
+        named: dict[str, str] = {}
+        for info in self._infos:
+            named |= named_by_run(info.devices, info.uuids)
+        often = Counter(named.values())
+        return {uuid: name for uuid, name in named.items() if often[name] == 1}
 
     @property
     def pids(self) -> tuple[int, ...]:

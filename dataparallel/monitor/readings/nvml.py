@@ -15,8 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from dataparallel.monitor.readings.host_processes import HostProcesses
 from dataparallel.monitor.readings.nvml_devices import (
@@ -41,10 +40,8 @@ from dataparallel.monitor.readings.nvml_query import (
 from dataparallel.monitor.readings.reading import DeviceReading, ProcessReading
 from dataparallel.monitor.readings.source import SourceReading
 from dataparallel.monitor.readings.visible_devices import (
-    HasDevices,
     Names,
     bare,
-    named_by_run,
     visible_devices,
 )
 
@@ -80,27 +77,9 @@ class NvmlSource:
         self._query = Query()
         self._xid = XidEvents(self._query)
         self._slots: list[Slot] = []
-        self._run: dict[str, str] = {}
         self._lock = threading.Lock()
         self._opened_at: float | None = None
         self._failure: NvmlUnavailable | None = None
-
-    def attach(self, infos: Sequence[HasDevices]) -> None:
-        """Name the devices as runs do, if no two of them call different devices the same."""
-        named: dict[str, str] = {}
-        for info in infos:
-            named |= named_by_run(info.devices, info.uuids)
-        often = Counter(named.values())
-        self._run = {uuid: name for uuid, name in named.items() if often[name] == 1}
-
-    def available(self) -> bool:
-        """True if there is a device that can be read. Never raises."""
-        with self._lock:
-            try:
-                self._open()
-            except NvmlUnavailable:
-                return False
-            return bool(self._slots)
 
     def read(self) -> SourceReading:
         """Read all devices now. Never raises for what can happen to a machine."""
@@ -242,7 +221,7 @@ class NvmlSource:
         ]
 
     def _names(self) -> Names:
-        names = self._run or self._certain()
+        names = self._certain()
         if not names:
             return visible_devices(self._environment, [slot.identity for slot in self._slots])
         keys = [key for slot in self._slots for key in (slot.key, *slot.instances)]

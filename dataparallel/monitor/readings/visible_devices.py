@@ -13,7 +13,6 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
@@ -28,15 +27,6 @@ class DeviceIdentity:
     name: str
     #: The UUIDs of its MIG instances.
     instances: tuple[str, ...] = ()
-
-
-class HasDevices(Protocol):
-    """A run that tells its devices, and the identity of each."""
-
-    @property
-    def devices(self) -> Sequence[str]: ...
-    @property
-    def uuids(self) -> Sequence[str | None]: ...
 
 
 @dataclass(frozen=True)
