@@ -642,6 +642,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def counted(number: float, word: str) -> str:
+    """Return a whole number of things, for example ``1 step`` or ``3 steps``."""
+    return f"{number:.0f} {word}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Seconds with a unit that fits."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):

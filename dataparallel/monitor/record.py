@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from dataparallel.monitor.from_json import record_of
 from dataparallel.threads import PHASES, Phase
 
 Kind: TypeAlias = Literal["train", "inference"]
@@ -82,15 +81,6 @@ class StepRecord:
     def has_pause(self) -> bool:
         """True if it began with a pause that was far longer than the usual step."""
         return any(one.segments and one.segments[0].phase == "pause" for one in self.replicas)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as values for ``json``; see :meth:`from_json`."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Any) -> StepRecord:
-        """Return the record that :meth:`to_json` has described; a ValueError if it is none."""
-        return record_of(StepRecord, data, "record of a step")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""The summary of the steps of a run: numbers, text, and HTML for notebooks."""
+"""The summary of the steps of a run: numbers, and text."""
 
 from __future__ import annotations
 
-import html
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dataparallel.monitor.findings import (
     Finding,
@@ -14,6 +14,7 @@ from dataparallel.monitor.findings import (
     StepWindow,
     Straggler,
     add_up,
+    counted,
     duration,
     find_changes,
     find_straggler,
@@ -142,12 +143,12 @@ class Summary:
     def headlines(self) -> list[str]:
         """Return the numbers of all replicas together, as lines."""
         lines = [
-            f"{_counted(self.num_steps, _NAMES[self.kind] + ' step')} of "
+            f"{counted(self.num_steps, _NAMES[self.kind] + ' step')} of "
             f"{duration(self.step_seconds)}: "
             f"{self.steps_per_second:.3g} steps/s, {self.samples_per_second:.4g} samples/s"
         ]
         if self.num_left_out:
-            lines[0] += f" ({_counted(self.num_left_out, 'other')} left out)"
+            lines[0] += f" ({counted(self.num_left_out, 'other')} left out)"
         shares = {what: share for what, share in self.time_shares.items() if share >= _TOLD}
         if len(shares) > 1:
             told = ", ".join(f"{what} {percent(share)}" for what, share in shares.items())
@@ -220,22 +221,9 @@ class Summary:
         # The numbers of each replica would fill a screen.
         return f"<Summary: {self.num_steps} steps, {self.step_seconds:.3g} s each>"
 
-    def _repr_html_(self) -> str:
-        # A notebook shows this for the last value of a cell; it has a style of its own for tables.
-        if not self.num_steps:
-            return f"<p>{_NO_STEP}</p>"
-        columns = [[html.escape(cell) for cell in column] for column in self._columns()]
-        first, *lines = (html.escape(one) for one in (str(self.advice), *self.headlines()))
-        rows = [
-            f"<tr><th>{title}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-            for title, *cells in zip(*columns, strict=True)
-        ]
-        below = "".join(f"<p>{line}</p>" for line in lines)
-        return f"<p><b>Change first: {first}</b></p>{below}<table>{''.join(rows)}</table>"
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # IPython and notebooks show this for the last value of a cell.
+        printer.text(str(self))
 
 
 # --- how it is made ------------------------------------------------------------------------------

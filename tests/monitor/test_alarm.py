@@ -17,7 +17,7 @@ import pytest
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.sampler import Sampler
 from dataparallel.tools import cli
-from dataparallel.tools.monitor import record_command
+from dataparallel.tools.monitor import alarm, record_command
 from tests.monitor.cases import BEGIN, FakeRun, FakeSampler, make_device, make_sample, sample
 
 
@@ -114,7 +114,7 @@ def test_a_command_gets_the_alert_and_its_fault_is_told(
     for command in ("/no/such/program", f"{sys.executable} -c 'raise SystemExit(1)'"):
         faults: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(record_command, "_tell", faults.append)
+            patch.setattr(alarm, "tell", faults.append)
             raised(hot_at()[:2], "--alert", "hot device", "--exec", command)
         assert "the alert could not be passed on: " in faults[-1]
 

@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -29,6 +30,11 @@ _SEVERITIES = ("info", "warning", "error")
 _ENDED = 30.0
 #: The seconds that a command or a request may take.
 _TIMEOUT = 30.0
+
+
+def tell(text: str) -> None:
+    """Tell the terminal what a user should know now."""
+    print(f"dataparallel: {text}", file=sys.stderr)
 
 
 class Condition(NamedTuple):
@@ -65,9 +71,8 @@ class Alarm:
         was_raised: True if there was any.
     """
 
-    def __init__(self, arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
+    def __init__(self, arguments: argparse.Namespace) -> None:
         self._conditions = [condition(text) for text in arguments.alert]
-        self._tell = tell
         self._history = History()
         #: When each was found last, by kind and subject.
         self._found: dict[tuple[str, str], float] = {}
@@ -105,7 +110,7 @@ class Alarm:
 
     def _raise(self, reason: str, sample: Sample, found: Finding) -> None:
         self.was_raised = True
-        self._tell(f"alert: {found.text}")
+        tell(f"alert: {found.text}")
         about = {"alert": reason, "host": platform.node(), "time": sample.time, **asdict(found)}
         text = json_text(about).encode()
         self._threads = [one for one in self._threads if one.is_alive()]
@@ -118,7 +123,7 @@ class Alarm:
         try:
             action(text)
         except (OSError, ValueError, HTTPException, subprocess.SubprocessError) as error:
-            self._tell(f"the alert could not be passed on: {error}")
+            tell(f"the alert could not be passed on: {error}")
 
     def close(self) -> None:
         """Wait for what is under way, for as long as it may take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dataparallel.monitor.findings import Finding
+from dataparallel.monitor.findings import Finding, counted
 from dataparallel.monitor.readings.nvml_query import XIDS
 from dataparallel.monitor.readings.reading import DeviceReading
 from dataparallel.monitor.run import RunInfo
@@ -96,10 +96,6 @@ def _draws_little(device: DeviceReading) -> bool:
     return power < _LITTLE_POWER * limit
 
 
-def _counted(number: float, what: str) -> str:
-    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
-
-
 def _reported(device: DeviceReading) -> list[Finding]:
     """Return the faults that the device itself reports."""
     found = []
@@ -107,7 +103,7 @@ def _reported(device: DeviceReading) -> list[Finding]:
     if last is not None:
         meaning = XIDS.get(int(last), "NVIDIA's list of XID errors tells what it is")
         text = (
-            f"{device.device} has reported {_counted(device.value('xid_errors') or 0, 'error')}, "
+            f"{device.device} has reported {counted(device.value('xid_errors') or 0, 'error')}, "
             f"the last of them XID {last:.0f}: {meaning}; `sudo dmesg` tells more"
         )
         found.append(Finding("device error", text, "warning"))
@@ -129,7 +125,7 @@ def _of_device(device: DeviceReading, *, is_in_run: bool) -> list[Finding]:
     uncorrected = device.value("ecc_uncorrected_errors")
     if uncorrected:
         text = (
-            f"{name} has {_counted(uncorrected, 'uncorrected memory error')}: results may be "
+            f"{name} has {counted(uncorrected, 'uncorrected memory error')}: results may be "
             "wrong; reset the device, and have it replaced if there are more"
         )
         found.append(Finding("memory errors", text, "error"))

@@ -40,7 +40,6 @@ class RunHistory:
     def __init__(self, state: RunState, elapsed: float, slowed: Mapping[str, str]) -> None:
         # With the samples' own clock: that of the host may be set while a run is watched.
         self._states: deque[tuple[float, RunState]] = deque(maxlen=_MAX_STATES)
-        self._period: RunPeriod | None = None
         self._summary: Summary | None = None
         self._seen = elapsed
         self.gone_for: float | None = None
@@ -62,7 +61,6 @@ class RunHistory:
             self.gone_for = elapsed - self._seen
             return
         self._seen, self.gone_for = elapsed, None
-        self._period = None
         if self._states and not continues(self._states[-1][1], state):
             self._states.clear()
         if len(self._states) >= 2 and self._states[-2][1].num_steps == state.num_steps:
@@ -102,18 +100,12 @@ class RunHistory:
         return seconds_still(times, states, self.summary.step_seconds)
 
     @property
-    def period(self) -> RunPeriod:
-        """The states lately, as those of a recording."""
-        if self._period is None:
-            states = tuple(state for _, state in self._states)
-            self._period = RunPeriod(tuple(range(len(states))), states, is_whole=False)
-        return self._period
-
-    @property
     def summary(self) -> Summary:
         """Return the summary in a report of the same samples."""
         if self._summary is None:
-            self._summary = summarize_periods([self.period], self._slowed)
+            states = tuple(state for _, state in self._states)
+            period = RunPeriod(tuple(range(len(states))), states, is_whole=False)
+            self._summary = summarize_periods([period], self._slowed)
         return self._summary
 
     @property

@@ -17,9 +17,11 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-from dataparallel.errors import needs_extra
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.readings.placement import LABELS
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
@@ -29,11 +31,7 @@ from dataparallel.threads import PHASES
 from dataparallel.tools.monitor.ranks import model_name, process_name
 from dataparallel.tools.monitor.sample_store import RunReading, SampleStore
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    Family = CounterMetricFamily | GaugeMetricFamily
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 #: The meanings of the metrics, without the prefix of their names; ``_total`` makes a counter.
 _MEANINGS = {
@@ -75,8 +73,6 @@ _MEANINGS = {
 
 def registry_of(store: SampleStore) -> CollectorRegistry:
     """Return a registry that tells the latest sample of a store, and nothing else."""
-    with needs_extra("monitor"):
-        from prometheus_client import CollectorRegistry
     registry = CollectorRegistry(auto_describe=False)
     registry.register(SampleCollector(store))
     return registry
@@ -129,9 +125,6 @@ class _Families:
     """Metrics that grow series by series; a series that is there already is not added again."""
 
     def __init__(self) -> None:
-        with needs_extra("monitor"):
-            from prometheus_client import core
-        self._core = core
         self._seen: set[tuple[str, tuple[str, ...]]] = set()
         self.found: dict[str, Family] = {}
 
@@ -144,8 +137,7 @@ class _Families:
             return
         self._seen.add((name, values))
         if name not in self.found:
-            is_counter = name.endswith("_total")
-            kind = self._core.CounterMetricFamily if is_counter else self._core.GaugeMetricFamily
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             self.found[name] = kind(f"dataparallel_{name}", _MEANINGS[name], labels=tuple(labels))
         self.found[name].add_metric(values, float(value))
 

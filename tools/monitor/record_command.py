@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 
 from dataparallel.monitor.sampler import Sampler
-from dataparallel.tools.monitor.alarm import STATUS, Alarm
+from dataparallel.tools.monitor.alarm import STATUS, Alarm, tell
 from dataparallel.tools.monitor.opening import SOURCES, open_sampler
 from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.signals import handled
@@ -20,14 +19,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"`record` takes readings from {', '.join(SOURCES)}, but got --source "
             f"{arguments.source}; to have a recording twice, copy its files"
         )
-    alarm = Alarm(arguments, _tell)
+    alarm = Alarm(arguments)
     with open_sampler(arguments) as sampler:
         recorder = SampleRecorder(
             arguments.file,
             max_bytes=arguments.max_size,
             keep=arguments.keep,
             about={"interval": sampler.interval, "source": arguments.source},
-            tell=_tell,
+            tell=tell,
         )
 
         def stop(number: int, frame: object) -> None:
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         with recorder, handled([signal.SIGINT, signal.SIGTERM], stop):
             if arguments.duration is None:
-                _tell(f"recording to {arguments.file}; Ctrl-C ends it")
+                tell(f"recording to {arguments.file}; Ctrl-C ends it")
             why = _record(sampler, recorder, alarm, arguments.duration)
         print(f"{recorder.summary()}; {why}")
     alarm.close()
@@ -55,7 +54,7 @@ def _record(
         for note in sample.notes:
             if note not in told:
                 told.add(note)
-                _tell(note)
+                tell(note)
         recorder.record(sample)
         alarm.look(sample)
         # Half of an interval, since no sample comes at its time exactly.
@@ -64,7 +63,3 @@ def _record(
         if sampler.is_over:
             return "the process of the run has ended"
     return "it was stopped"
-
-
-def _tell(text: str) -> None:
-    print(f"dataparallel: {text}", file=sys.stderr)

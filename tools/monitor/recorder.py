@@ -18,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from dataparallel.monitor.findings import counted
 from dataparallel.monitor.sample import Sample, json_text
 from dataparallel.tools.monitor.recording import FORMAT, VERSION, older_parts, read_header
 from dataparallel.tools.monitor.units import seconds_text
@@ -85,7 +86,7 @@ class SampleRecorder:
         self._cost += sample.cost
         if self._is_failing:
             self._is_failing = False
-            self._tell(f"it works again; {samples_text(self.num_lost)} are missing so far")
+            self._tell(f"it works again; {counted(self.num_lost, 'sample')} are missing so far")
 
     def close(self) -> None:
         """Let go of the file. A second call does nothing."""
@@ -96,11 +97,11 @@ class SampleRecorder:
 
     def summary(self) -> str:
         """Summarize the recording in one line."""
-        told = f"recorded {samples_text(self.num_samples)} to {self._path}"
+        told = f"recorded {counted(self.num_samples, 'sample')} to {self._path}"
         if self.num_samples:
             told += f", a sample took {seconds_text(self._cost / self.num_samples)}"
         if self.num_lost:
-            told += f", {samples_text(self.num_lost)} could not be written"
+            told += f", {counted(self.num_lost, 'sample')} could not be written"
         return told
 
     def _ready(self, size: int) -> FileIO:
@@ -234,8 +235,3 @@ def _header_of(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
         "host": platform.node(),
         **about,
     }
-
-
-def samples_text(number: int) -> str:
-    """Return a number of samples, in words."""
-    return "1 sample" if number == 1 else f"{number} samples"

@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from dataparallel.monitor.findings import counted
 from dataparallel.tools.monitor.ranks import own_seconds, phase_seconds
-from dataparallel.tools.monitor.recorder import samples_text
 from dataparallel.tools.monitor.recording import read_recording
 from dataparallel.tools.monitor.report import (
     Incident,
@@ -83,7 +83,7 @@ def _parts(report: RecordingReport, width: int) -> Iterator[RenderableType]:
 
 
 def _recording(report: RecordingReport) -> Iterator[RenderableType]:
-    told = f"{samples_text(report.num_samples)} in {seconds_text(report.seconds)}"
+    told = f"{counted(report.num_samples, 'sample')} in {seconds_text(report.seconds)}"
     line = Text.assemble(("Recording  ", "bold"), told)
     if report.sample_cost is not None:
         line.append(f", each took {seconds_text(report.sample_cost)}")
@@ -140,7 +140,7 @@ def _device_names(report: RecordingReport) -> list[str]:
 def _incident(incident: Incident, *, several: bool) -> Text:
     host = f"{incident.host}: " if several else ""
     first, last = seconds_text(incident.first), seconds_text(incident.last)
-    when = f"from {first} to {last}, in {samples_text(incident.count)}"
+    when = f"from {first} to {last}, in {counted(incident.count, 'sample')}"
     is_error = incident.finding.severity == "error"
     return Text(f"{host}{incident.finding.text} ({when})", style="red" if is_error else "yellow")
 
@@ -181,7 +181,7 @@ def _run(run: RunReport, width: int) -> Iterator[RenderableType]:
     info, summary = run.info, run.summary
     processes = f", one of {info.world_size} processes" if info.world_size > 1 else ""
     again = len(run.pids) - 1
-    restarts = f", started again {again} time{'s' * (again > 1)}" if again else ""
+    restarts = f", started again {counted(again, 'time')}" if again else ""
     title = f"{info.wrapper} of {info.model}, process {run.pids[-1]}{processes}{restarts}"
     title = f"{run.name}: {title}" if run.name else title
     yield Text.assemble(("Run  ", "bold"), title)

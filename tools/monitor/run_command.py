@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ import psutil
 from rich.console import Console
 
 from dataparallel.monitor.attach import Answers, ask
-from dataparallel.tools.monitor.alarm import STATUS, Alarm
+from dataparallel.tools.monitor.alarm import STATUS, Alarm, tell
 from dataparallel.tools.monitor.opening import open_sampler
 from dataparallel.tools.monitor.recorder import SampleRecorder
 from dataparallel.tools.monitor.recording import read_recording
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
         raise ValueError("there is no program to run: write it behind --, as in -- python train.py")
-    alarm = Alarm(arguments, _tell)
+    alarm = Alarm(arguments)
     path = arguments.record or Path(time.strftime("monitor-%Y%m%d-%H%M%S.jsonl"))
     with tempfile.TemporaryDirectory(prefix="dataparallel-") as folder:
         Path(folder, "sitecustomize.py").write_text(_SITE, encoding="utf-8")
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         was_seen = False
         with (
             open_sampler(arguments, watch) as sampler,
-            SampleRecorder(path, about={"interval": sampler.interval}, tell=_tell) as recorder,
+            SampleRecorder(path, about={"interval": sampler.interval}, tell=tell) as recorder,
             _handing_on(program),
         ):
             for sample in sampler.samples():
@@ -72,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     status = program.wait()
     if was_seen:
         print_report(make_report(read_recording(path)), Console(stderr=True))
-        _tell(recorder.summary())
+        tell(recorder.summary())
     else:
         path.unlink(missing_ok=True)
-        _tell(
+        tell(
             "the program ran, but nothing of it was seen: it has made no step of an optimizer of "
             "torch that was there for a second, or its Python has no dataparallel, or was called "
             "with -E, -I or -S"
@@ -109,7 +108,3 @@ def _handing_on(program: subprocess.Popen[bytes]) -> Iterator[None]:
         handled(ends, lambda number, _: program.send_signal(number)),
     ):
         yield
-
-
-def _tell(text: str) -> None:
-    print(f"dataparallel: {text}", file=sys.stderr)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
-from typing import TYPE_CHECKING
 
-from dataparallel.errors import needs_extra
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
 from dataparallel.monitor.readings.metrics import METRICS
 from dataparallel.monitor.sample import json_text
 from dataparallel.threads import PHASES
@@ -15,9 +16,6 @@ from dataparallel.tools.monitor.palette import DARK, LIGHT
 from dataparallel.tools.monitor.prometheus import registry_of
 from dataparallel.tools.monitor.sample_store import CHARTED, SampleStore
 from dataparallel.tools.monitor.server import Request, Response, Route
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
 
 #: The files of the page, and as what they are sent.
 _PAGE = {
@@ -76,9 +74,6 @@ def _same(answer: Response, request: Request) -> Response:
 
 
 def _metrics(registry: CollectorRegistry) -> Callable[[Request], Response]:
-    with needs_extra("monitor"):
-        from prometheus_client.exposition import choose_encoder
-
     def answer(request: Request) -> Response:
         encode, kind = choose_encoder(request.headers.get("Accept", ""))
         return Response(encode(registry), kind)

@@ -131,15 +131,15 @@ class NvmlSource:
         self._query.forget()
         for slot in self._slots:
             if slot.device is not None:
-                try:
+                with slot.watching_loss():
                     self._xid.watch(slot.key, slot.device.handle)
-                except DeviceLost as error:
-                    slot.lose(str(error))
 
     def _read_open(self) -> SourceReading:
         self._xid.read()
         for slot in self._slots:
-            self._divide(slot)
+            if slot.device is not None:
+                with slot.watching_loss():
+                    slot.divide(self._query)
         names = self._names()
         notes = [*names.notes]
         if not self._slots:
@@ -157,20 +157,11 @@ class NvmlSource:
         every_note = tuple(dict.fromkeys(notes))
         return SourceReading(tuple(devices), tuple(processes), every_note, self._query.versions())
 
-    def _divide(self, slot: Slot) -> None:
-        if slot.device is not None:
-            try:
-                slot.divide(self._query)
-            except DeviceLost as error:
-                slot.lose(str(error))
-
     def _read_slot(self, slot: Slot, names: Names) -> Iterator[_Read]:
         """Yield a device and its instances."""
         device = names.by_key.get(slot.key, f"nvml:{slot.index}")
-        try:
+        with slot.watching_loss():
             yield from list(self._read_parts(slot, device, names))
-        except DeviceLost as error:
-            slot.lose(str(error))
         if slot.device is None:
             yield slot.reading(device, error=slot.error), [], []
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -558,6 +559,14 @@ class Slot:
             if found.get(uuid) is not instance:
                 _give_back(instance)
 
+    @contextlib.contextmanager
+    def watching_loss(self) -> Iterator[None]:
+        """Remember if it stops answering within the ``with`` block."""
+        try:
+            yield
+        except DeviceLost as error:
+            self.lose(str(error))
+
     def lose(self, why: str) -> None:
         """Remember that it does not answer, and give back what belongs to it."""
         for one in (self.device, *self.instances.values()):
@@ -566,13 +575,10 @@ class Slot:
 
 
 def _give_back(one: WholeDevice | Instance | None) -> None:
-    if one is None:
-        return
-    try:
-        one.close()
-    except (DeviceLost, NvmlUnavailable):
-        # The handle is gone together with its owner.
-        return
+    # The handle may be gone together with its owner.
+    with contextlib.suppress(DeviceLost, NvmlUnavailable):
+        if one is not None:
+            one.close()
 
 
 def list_devices(query: Query, slots: list[Slot]) -> None:
@@ -594,13 +600,11 @@ def list_devices(query: Query, slots: list[Slot]) -> None:
         except DeviceLost as error:
             why = str(error)
         slot = _slot_of(slots, index, uuid)
-        try:
-            if why is None:
-                slot.find(query, handle, uuid)
-        except DeviceLost as error:
-            why = str(error)
         if why is not None:
             slot.lose(why)
+            continue
+        with slot.watching_loss():
+            slot.find(query, handle, uuid)
 
 
 def _slot_of(slots: list[Slot], index: int, uuid: str | None) -> Slot:
