@@ -69,7 +69,7 @@ browser: $(DEV_STAMP) ## test the monitor's page in Chromium
 	@$(VENV)/bin/python -m pytest -q tests/monitor/page_in_browser.py $(PYTEST_ARGS)
 
 images: browser ## make the images of docs/images, in Chromium
-	@$(VENV)/bin/python docs/_site/make_images.py
+	@$(VENV)/bin/python -m docs._site.make_images
 
 soak: $(DEV_STAMP) ## train for half an hour while processes are killed and stopped
 	@$(VENV)/bin/python -m tests.faults.soak --minutes 30 --write docs/measurements/soak.md

@@ -183,7 +183,7 @@ def test_on_a_phone_charts_come_first_and_a_command_is_read(open_page: Callable[
     with site(store) as server:
         page = open_page(server.url, PHONE)
         expect(page.locator("#alerts li")).to_have_count(3)
-        expect(page.locator("#more summary")).to_have_text("8 more")
+        expect(page.locator("#more summary")).to_have_text("7 more")
         chart, alerts, phases, cell = (
             page.locator(each).first.bounding_box()
             for each in ("#jobs .charts", "#alerts", ".shares", ".table td:nth-child(3) div")

@@ -111,7 +111,12 @@ def find_in_job(
         is_of_all, most = len(told) == len(runs) > 1, 1.0
         if slow and not is_of_all:
             # The others wait for it, and would with less to do of their own.
-            told = [(state, one) for state, one in told if state.rank in slow]
+            told = [
+                (state, one)
+                for state, one in told
+                # The same illness is told once.
+                if state.rank in slow and f"{one.kind}_excess" not in slow[state.rank].numbers
+            ]
             most = max(one.gain for one in slow.values())
         if told:
             who = "; ".join(run_name(state, states) for state, _ in told)
@@ -210,7 +215,8 @@ def find_slow_rank(ranks: Mapping[int, Summary], job: str = "") -> Finding | Non
         f"each step, that of the others {duration(usual)}, and {who} {duration(excess)} for it. "
         f"{_REMEDIES.get(phase, _REMEDY)}"
     )
-    return change("slow rank", gain, text, rank=slowest, excess_seconds=excess)
+    numbers = {"rank": slowest, "excess_seconds": excess, f"{phase}_excess": beyond[phase]}
+    return change("slow rank", gain, text, **numbers)
 
 
 def own_seconds(phases: Mapping[Phase, float]) -> float:
