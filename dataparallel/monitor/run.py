@@ -150,9 +150,10 @@ class RunState:
         count = len(self.info.devices)
         each: list[Sized] = [self.info.uuids, self.now, self.memory]
         each += [told for one in self.kinds.values() for told in (one.seconds, one.host_bound)]
-        # Left out by older versions.
-        later = filter(None, (self.memory_peak, self.memory_total, self.memory_retries))
-        if any(len(told) != count for told in (*each, *later)):
+        # Older versions leave out all three.
+        later = (self.memory_peak, self.memory_total, self.memory_retries)
+        each += later if any(later) else ()
+        if any(len(told) != count for told in each):
             raise ValueError(
                 f"this is no state of a run: it tells of {count} devices, and of another "
                 "number of replicas"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -48,7 +50,6 @@ ILLNESSES = {
     *("oversubscribed", "wait policy", "input", "host-bound", "slow replica", "small buckets"),
     "memory pressure",
 }
-WORK = torch.ones(300, 300)
 
 # --- runs that were made up ------------------------------------------------------------------
 
@@ -265,35 +266,77 @@ def test_in_a_healthy_run_nothing_stands_out(case: str) -> None:
 # --- small real runs -------------------------------------------------------------------------
 
 
-def work(times: int) -> None:
-    """Keep a processor busy."""
-    for _ in range(times):
-        WORK @ WORK
+class Clock:
+    """A clock on which time passes only as it is told, and 10 us at each look."""
+
+    def __init__(self) -> None:
+        self._looks, self.passed = itertools.count(step=10_000), 0
+
+    def __call__(self) -> int:
+        return next(self._looks) + self.passed
+
+    def pass_by(self, seconds: float) -> None:
+        self.passed += int(seconds * 1e9)
 
 
-class Slow(nn.Module):
-    """Its second replica computes more."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all phases, so that no other work on the machine changes them."""
+    made = Clock()
+    monkeypatch.setattr(time, "perf_counter_ns", made)
+    return made
 
-    def __init__(self, extra: int = 0) -> None:
+
+class Busy(nn.Module):
+    """Its forward takes 10 ms of a clock, of all replicas at the same time."""
+
+    def __init__(self, clock: Clock, num_replicas: int = 1) -> None:
         super().__init__()
-        self.linear, self.extra = nn.Linear(64, 64), extra
+        self.linear, self.pass_by = nn.Linear(64, 64), clock.pass_by
+        self.wait = threading.Barrier(num_replicas).wait
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        replica = dataparallel.current_replica()
-        work(20 + (self.extra if replica is not None and replica.index == 1 else 0))
+        if self.wait() == 0:
+            self.pass_by(0.01)
+        self.wait()
         out: torch.Tensor = self.linear(x)
         return out
 
 
+class Slow(nn.Module):
+    """Its second replica takes so many times as long as the first one, on any machine."""
+
+    #: When the first one began; of all replicas.
+    begun = 0.0
+
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(64, 64), times
+        self.wait = threading.Barrier(2).wait
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        began, replica = time.perf_counter(), dataparallel.current_replica()
+        assert replica is not None
+        out: torch.Tensor = self.linear(x)
+        if replica.index == 0:
+            Slow.begun = began
+            time.sleep(0.02)
+        self.wait()
+        if replica.index == 1:
+            now = time.perf_counter()
+            time.sleep(max(0.0, self.times * (now - Slow.begun) - (now - began)))
+        return out
+
+
 class Batches(Dataset[torch.Tensor]):
-    def __init__(self, costs: int = 0) -> None:
-        self.costs = costs
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self.seconds, self.clock = seconds, clock
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        work(self.costs)
+        self.clock.pass_by(self.seconds)
         return torch.ones(64)
 
 
@@ -326,37 +369,41 @@ def num_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch.set_num_threads(before)
 
 
-def test_more_threads_than_processors(num_threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_processors(
+    num_threads: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpus = len(os.sched_getaffinity(0))
-    assert "oversubscribed" not in told(train(Slow()))
+    assert "oversubscribed" not in told(train(Busy(clock)))
     num_threads(4 * cpus)
-    found = told(train(Slow()))
+    found = told(train(Busy(clock)))
     assert found["oversubscribed"].gain > 0.3
     assert f"{4 * cpus} threads compute on" in found["oversubscribed"].text
     assert "OMP_NUM_THREADS" in found["oversubscribed"].text
     assert "replica" not in found["oversubscribed"].text
     assert "OMP_WAIT_POLICY" not in found["oversubscribed"].text
     num_threads(1)
-    many = told(train(DataParallel(Slow(), ["cpu"] * (cpus + 1))))["oversubscribed"]
+    many = told(train(DataParallel(Busy(clock, cpus + 1), ["cpu"] * (cpus + 1))))["oversubscribed"]
     assert f"at most {cpus} replica" in many.text and "OMP_NUM_THREADS" not in many.text
     num_threads(4 * cpus)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert "Take OMP_WAIT_POLICY=active away" in told(train(Slow()))["oversubscribed"].text
+    assert "Take OMP_WAIT_POLICY=active away" in told(train(Busy(clock)))["oversubscribed"].text
 
 
 def threads_of_rank(rank: int, world_size: int) -> list[dict[str, Finding]]:
     """With as many threads as there are processors for all, and with its share of them."""
-    before = torch.get_num_threads()
+    before, clock = torch.get_num_threads(), Clock()
     cpus = len(os.sched_getaffinity(0))
     found = []
     try:
-        os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
         for number in (cpus, max(1, cpus // world_size)):
             torch.set_num_threads(number)
-            model = DistributedDataParallel(nn.Sequential(Slow(), nn.Linear(64, 3)))
-            found.append({one.kind: one for one in train(model).findings})
+            model = DistributedDataParallel(nn.Sequential(Busy(clock), nn.Linear(64, 3)))
+            with (
+                mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)),
+                mock.patch.object(time, "perf_counter_ns", clock),
+            ):
+                found.append({one.kind: one for one in train(model).findings})
     finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
         torch.set_num_threads(before)
     return found
 
@@ -368,23 +415,27 @@ def test_more_threads_in_all_processes_than_processors(cluster: Cluster) -> None
         assert "oversubscribed" not in few
 
 
-def test_threads_that_wait_busily(num_threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_wait_busily(
+    num_threads: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    model = DataParallel(Slow(), ["cpu"])
+    model = DataParallel(Busy(clock), ["cpu"])
     assert "wait policy" not in told(train(model))
-    found = told(train(DataParallel(Slow(), ["cpu", "cpu"])))
+    found = told(train(DataParallel(Busy(clock, 2), ["cpu", "cpu"])))
     if "oversubscribed" not in found:
         assert "OMP_WAIT_POLICY=passive" in found["wait policy"].text
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert "wait policy" not in told(train(DataParallel(Slow(), ["cpu", "cpu"])))
+    assert "wait policy" not in told(train(DataParallel(Busy(clock, 2), ["cpu", "cpu"])))
 
 
 def gain(summary: Summary, kind: str) -> float:
     return next((one.gain for one in summary.findings if one.kind == kind), 0.0)
 
 
-def test_a_loader_that_is_late(num_threads: Any) -> None:
-    late, in_time = (train(Slow(), DataLoader(Batches(costs), batch_size=1)) for costs in (100, 0))
+def test_a_loader_that_is_late(clock: Clock) -> None:
+    late, in_time = (
+        train(Busy(clock), DataLoader(Batches(each, clock), batch_size=1)) for each in (0.1, 0.0)
+    )
     assert late.advice.kind == "input" and "num_workers" in late.advice.text
     assert str(late).startswith("Change first: ")
     assert gain(in_time, "input") < gain(late, "input") / 2
@@ -394,18 +445,14 @@ def test_a_loader_that_is_late(num_threads: Any) -> None:
     ("every", "kind", "other"), [(20, "pauses", "input"), (3, "input", "pauses")]
 )
 def test_a_long_gap_is_a_pause_if_it_is_rare(
-    every: int, kind: str, other: str, monkeypatch: pytest.MonkeyPatch
+    every: int, kind: str, other: str, clock: Clock
 ) -> None:
     """As a checkpoint is; a loader that is late makes every batch or every few late."""
-    # Each look at the clock takes 10 us.
-    clock = itertools.count(step=10_000)
-    passed = [0]
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock) + passed[0])
 
     def batches() -> Iterator[torch.Tensor]:
         for step in range(70):
             # Short gaps as on a busy machine do not hide the long ones.
-            passed[0] += 3_000_000 * (step % 4 == 0) + 300_000_000 * (step % every == every - 1)
+            clock.pass_by(0.003 * (step % 4 == 0) + 0.3 * (step % every == every - 1))
             yield torch.ones(8, 64)
 
     summary = train(nn.Linear(64, 64), batches())
@@ -418,7 +465,7 @@ def test_a_long_gap_is_a_pause_if_it_is_rare(
 
 
 def test_a_replica_that_is_slow(num_threads: Any) -> None:
-    slow, even = (train(DataParallel(Slow(n), ["cpu", "cpu"]), steps=12) for n in (100, 0))
+    slow, even = (train(DataParallel(Slow(n), ["cpu", "cpu"]), steps=8) for n in (5, 1))
     assert slow.advice.kind == "slow replica" and "balance" in slow.advice.text
     assert gain(even, "slow replica") < gain(slow, "slow replica") / 2
 
@@ -451,11 +498,12 @@ class Waiting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(4):
+            began = time.perf_counter()
             x = self.linear(x)
             if self.waits:
                 torch.accelerator.synchronize(x.device)
                 # The device has nothing to do meanwhile, however busy the machine is.
-                time.sleep(0.005)
+                time.sleep(max(0.005, 3 * (time.perf_counter() - began)))
         return x
 
 

@@ -50,6 +50,8 @@ def root_with(folder: Path, pid: int, text: str) -> Path:
         ("0::/user.slice/user-1000.slice/session-3.scope\n", {}),
         (DOCKER, CONTAINER),
         (PODMAN, CONTAINER),
+        # The innermost counts.
+        (f"0::/docker/{'f' * 64}/docker/{IMAGE}\n", CONTAINER),
         (CONTAINERD, {**CONTAINER, "pod_uid": UID}),
         (KUBELET, {**CONTAINER, "pod_uid": UID}),
         (SLURM, JOB),

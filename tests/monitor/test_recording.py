@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,30 +160,48 @@ def places(data: Any) -> Iterator[tuple[Any, ...]]:
             yield from ((key, *rest) for rest in places(value))
 
 
+def with_odd_values(line: str, way: Sequence[Any]) -> Iterator[str]:
+    """Yield a line of JSON with each of the odd values at one place."""
+    for odd in ODD:
+        changed = inside = json.loads(line)
+        for key in way[:-1]:
+            inside = inside[key]
+        inside[way[-1]] = odd
+        yield json.dumps(changed)
+
+
 def test_no_value_in_a_recording_stops_a_reader(path: Path) -> None:
     """A line with a value that cannot be is left out; whatever is read can be shown."""
-    healthy = [make_sample(i) for i in range(3)]
+    memory = {f"memory_{name}": (1, 2, 3, 4) for name in ("peak", "total", "retries")}
+    healthy = [make_sample(i, runs=(make_run(i, **memory),)) for i in range(1, 4)]
     record(path, *healthy)
     header, first, second, third = path.read_text().splitlines()
     num_left_out = 0
     for way in places(json.loads(second)):
-        for odd in ODD:
-            changed = json.loads(second)
-            inside = changed
-            for key in way[:-1]:
-                inside = inside[key]
-            inside[way[-1]] = odd
-            path.write_text("\n".join([header, first, json.dumps(changed), third, ""]))
-            recording = read_recording(path)
-            num_left_out += len(recording.problems)
-            if not recording.problems and recording.samples[1] != healthy[1]:
-                print_report(make_report(recording), Console(file=io.StringIO()))
-                view, store = View(), SampleStore()
-                for one in recording.samples:
-                    view.add(one)
-                    store.add(one)
-                Console(file=io.StringIO()).print(view)
+        path.write_text("\n".join([header, first, *with_odd_values(second, way), third, ""]))
+        recording = read_recording(path)
+        num_left_out += len(recording.problems)
+        if any(one not in healthy for one in recording.samples):
+            print_report(make_report(recording), Console(file=io.StringIO()))
+            view, store = View(), SampleStore()
+            for one in recording.samples:
+                view.add(one)
+                store.add(one)
+            Console(file=io.StringIO()).print(view)
     assert num_left_out > 500
+
+
+def test_no_value_in_a_header_stops_a_reader(path: Path) -> None:
+    record(path, make_sample(1), make_sample(2))
+    header, *lines = path.read_text().splitlines()
+    ways = [way for way in places(json.loads(header)) if way[0] not in ("format", "version")]
+    for odd in (odd for way in [*ways, ("host",)] for odd in with_odd_values(header, way)):
+        path.write_text("\n".join([odd, *lines, ""]))
+        recording = read_recording(path)
+        assert len(recording.samples) == 2
+        print_report(make_report(recording), Console(file=io.StringIO()))
+        with Replay(path) as replay:
+            assert replay.interval > 0
 
 
 HEADER = b'{"format": "dataparallel monitor recording"'

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -396,6 +398,18 @@ def test_the_command_prints_a_report_or_json(
     assert [one["device"] for one in report["devices"]] == [f"cuda:{i}" for i in range(4)]
     assert report["runs"][0]["summary"]["straggler"]["index"] == 3
     assert report["advice"]["kind"] == "slowed device"
+
+
+def test_a_reader_of_its_output_may_have_read_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `report | head`."""
+    path = write_recording(tmp_path / "run.jsonl", training())
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert main(["monitor", "report", str(path)]) == 0
 
 
 def test_what_a_recording_says_does_not_steer_the_terminal(

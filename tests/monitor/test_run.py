@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,9 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from dataparallel.monitor.attach import Answers
+from dataparallel.monitor.sampler import Sampler
+from dataparallel.tools import cli
+from dataparallel.tools.monitor import run_command
 from dataparallel.tools.monitor.recording import read_recording
+from tests.monitor.cases import FakeSampler, make_run
 
 #: It trains until its end is asked for, so that it is seen however slow the machine is.
 TRAINING = """
@@ -133,6 +140,46 @@ def test_no_program(tmp_path: Path) -> None:
     program = started(tmp_path)
     _, report = program.communicate()
     assert program.returncode == 2 and "there is no program to run: write it behind --" in report
+
+
+@pytest.mark.parametrize(
+    ("words", "program", "status"),
+    [
+        ("--alert finding>=error --exit-code", "exit 0", 3),
+        ("--alert finding>=error", "exit 0", 0),
+        ("--alert nothing --exit-code", "exit 0", 0),
+        # That of a program that failed says more.
+        ("--alert finding>=error --exit-code", "exit 5", 5),
+    ],
+)
+def test_an_alert_may_be_an_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, program: str, status: int
+) -> None:
+    monkeypatch.setattr(run_command, "open_sampler", lambda arguments, watch: FakeSampler())
+    command = ["monitor", "run", "--record", str(tmp_path / "run.jsonl"), *words.split()]
+    assert cli.main([*command, "--", "sh", "-c", program]) == status
+
+
+def test_a_process_that_is_silent_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes are not shown, whether they answer or not."""
+    path, end = tmp_path / "run.jsonl", tmp_path / "end"
+    looks = itertools.count()
+
+    def ask(*_: object) -> Answers:
+        pids = [os.getpid(), *(child.pid for child in psutil.Process().children())]
+        if next(looks) == 0:
+            return Answers(tuple(make_run(pid=pid) for pid in pids), ())
+        end.touch()
+        return Answers((), (), tuple(pids))
+
+    monkeypatch.setattr(run_command, "ask", ask)
+    monkeypatch.setattr(
+        run_command, "open_sampler", lambda _, watch: Sampler([], interval=0.01, runs=watch)
+    )
+    program = f"while [ ! -e {end} ]; do sleep 0.01; done"
+    assert cli.main(["monitor", "run", "--record", str(path), "--", "sh", "-c", program]) == 0
+    first, second, *_ = read_recording(path).samples
+    assert [[run.answers for run in one.runs] for one in (first, second)] == [[True], [False]]
 
 
 # --- notebooks -----------------------------------------------------------------------------------

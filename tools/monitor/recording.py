@@ -137,7 +137,8 @@ def read_header(path: Path) -> dict[str, Any]:
     except _DAMAGED as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     try:
-        header = json.loads(line)
+        # NaN is not even equal to itself.
+        header = json.loads(line, parse_constant=str)
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -152,7 +153,8 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{path} has version {version!r} of the format, but this dataparallel reads version "
             f"{VERSION}; read it with {age} dataparallel"
         )
-    return {key: clean(one) if isinstance(one, str) else one for key, one in header.items()}
+    texts = {key: clean(one) for key, one in header.items() if isinstance(one, str)}
+    return texts | {key: one for key, one in header.items() if isinstance(one, (int, float))}
 
 
 def times_of(samples: Sequence[Sample]) -> list[float]:

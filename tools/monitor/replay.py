@@ -29,7 +29,7 @@ class Replay(Sampler):
     ) -> None:
         self._reader = RecordingReader(path)
         recorded = self._reader.header.get("interval")
-        interval = recorded if isinstance(recorded, float) else 1.0
+        interval = recorded if isinstance(recorded, float) and 0 < recorded < 86_400 else 1.0
         super().__init__((), interval=interval, clock=clock, sleep=sleep)
         self._speed = speed
         self._rest = iter(self._reader)
