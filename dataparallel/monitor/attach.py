@@ -221,18 +221,10 @@ def _check(folder: Path) -> None:
     found, user = folder.lstat(), os.geteuid()
     if found.st_uid != user or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
         raise PermissionError(
-            f"{folder} belongs to {_name_of(found.st_uid)}, and is no directory of "
-            f"{_name_of(user)} alone; have it removed, close it for others with chmod 700, or name "
-            f"another one in {VARIABLE}"
+            f"{folder} belongs to user {found.st_uid}, and is no directory of user {user} alone; "
+            "have it removed, close it for others with chmod 700, or name another one in "
+            f"{VARIABLE}"
         )
-
-
-def _name_of(user: int) -> str:
-    import pwd
-
-    with contextlib.suppress(KeyError):
-        return f"user {pwd.getpwuid(user).pw_name}"
-    return f"user {user}"
 
 
 def _own_folders(*, make: bool = False) -> tuple[list[Path], list[OSError]]:

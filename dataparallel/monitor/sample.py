@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dataparallel.monitor.from_json import record_of
-from dataparallel.monitor.readings.metrics import BY_NAME
 from dataparallel.monitor.readings.reading import DeviceReading, HostReading, ProcessReading
 from dataparallel.monitor.run import RunState
 
@@ -49,22 +48,13 @@ class Sample:
 
     @staticmethod
     def from_json(data: Any) -> Sample:
-        """Return the sample that :meth:`to_json` has described. Unknown metrics are left out."""
-        devices = data.get("devices") if isinstance(data, dict) else None
-        if isinstance(devices, list):
-            data = {**data, "devices": list(map(_without_unknown_metrics, devices))}
+        """Return the sample that :meth:`to_json` has described."""
         found = record_of(Sample, data, "sample")
         if not 0 <= found.time < _LAST_TIME:
             raise ValueError(f"this is no sample: its time is {found.time:g}")
         for run in found.runs:
             run.check()
         return found
-
-
-def _without_unknown_metrics(device: Any) -> Any:
-    if isinstance(device, dict) and isinstance(values := device.get("values"), dict):
-        return {**device, "values": {name: values[name] for name in BY_NAME if name in values}}
-    return device
 
 
 def json_text(data: Any) -> str:

@@ -27,14 +27,6 @@ class Sampler:
 
     A source that fails takes nothing from the others: its failure is a note of the sample, and it
     is asked again the next time. Runs are asked before the sources, and notes after all.
-
-    Args:
-        sources: The sources of readings.
-        interval: Seconds between samples, at most a day. Default: 1.
-        host: Reads the host. Default: nobody does.
-        runs: Tells the states of the runs that are watched. Default: there are none.
-        notes: Tells what a user should know. Default: nothing.
-        is_over: Tells whether the processes of the runs are gone for good. Default: never.
     """
 
     def __init__(

@@ -14,33 +14,18 @@ _SHORTEST_IDENTITY = 5
 
 
 class Selection:
-    """The choice that leaves out devices that nobody wants to see, and the processes on them.
+    """The choice of ``--only`` and ``--only-visible``; with a device come its instances."""
 
-    Example::
-
-        Selection(["0", "cuda:2"]).devices(monitor.devices())
-
-    Args:
-        only: Numbers of ``nvidia-smi`` ("0", "0:1" for the second MIG instance of it), names
-            ("cuda:1", "cpu"), or how identities begin ("GPU-5f3a", "MIG-9b"). With a device come
-            its instances. Default: all devices.
-        only_visible: True to leave out devices that CUDA_VISIBLE_DEVICES hides. Default: no.
-    """
-
-    def __init__(self, only: Iterable[str | int] = (), *, only_visible: bool = False) -> None:
-        self._only = tuple(map(str, only))
+    def __init__(self, only: Iterable[str] = (), *, only_visible: bool = False) -> None:
+        self._only = tuple(only)
         self._only_visible = only_visible
 
-    def devices(self, found: Sequence[DeviceReading]) -> list[DeviceReading]:
-        """Return the wanted devices, in the same order."""
-        wanted = {one.device for one in found if self._wants(one)}
-        return [one for one in found if one.device in wanted or one.parent in wanted]
-
     def sample(self, whole: Sample) -> Sample:
-        """Return the sample, of these devices."""
+        """Return the sample, of the wanted devices and of the processes on them."""
         if not self._only and not self._only_visible:
             return whole
-        chosen = tuple(self.devices(whole.devices))
+        wanted = {one.device for one in whole.devices if self._wants(one)}
+        chosen = tuple(o for o in whole.devices if o.device in wanted or o.parent in wanted)
         names = {one.device for one in chosen}
         return dataclasses.replace(
             whole,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from dataparallel.tools.monitor.bars import (
     heading,
     joined,
 )
-from dataparallel.tools.monitor.history import Course, History, RunHistory, users_of
+from dataparallel.tools.monitor.history import Course, History, RunHistory, mean, users_of
 
 UTILIZATION, MEMORY = "#2d9cdb", "#43a867"
 #: The fewest cells of a chart with its label, and lines of one device's charts and of all devices'.
@@ -214,11 +213,6 @@ def _mean(courses: Sequence[Course]) -> Course:
     # A device that came later has a shorter course.
     for each in itertools.zip_longest(*(reversed(course) for course in courses)):
         there = [one for one in each if one is not None]
-        loads, shares = (_mean_of([one[which] for one in there]) for which in (1, 2))
+        loads, shares = (mean(one[which] for one in there) for which in (1, 2))
         found.append((there[0][0], loads, shares))
     return found[::-1]
-
-
-def _mean_of(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None

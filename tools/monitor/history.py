@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from dataparallel.monitor.findings import Finding, ReplicaScore
@@ -248,6 +248,12 @@ def reading_of(sample: Sample, name: str, uuid: str | None) -> DeviceReading | N
 
 def _is_same(device: str, uuid: str | None, name: str, known: str | None) -> bool:
     return device == name if uuid is None or known is None else bare(uuid) == bare(known)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of those values that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def in_order(devices: Sequence[DeviceReading]) -> list[DeviceReading]:

@@ -14,7 +14,7 @@ from dataparallel.monitor.run import RunInfo, RunState
 from dataparallel.monitor.sample import Sample
 from dataparallel.monitor.summary import Summary
 from dataparallel.tools.monitor.alerts import device_alerts
-from dataparallel.tools.monitor.history import Since, reading_of, replicas_on
+from dataparallel.tools.monitor.history import Since, mean, reading_of, replicas_on
 from dataparallel.tools.monitor.ranks import find_in_job, run_name, speed_of_ranks
 from dataparallel.tools.monitor.recording import Recording, check_different, longest_step, times_of
 from dataparallel.tools.monitor.run_period import (
@@ -166,11 +166,11 @@ def make_report(*recordings: Recording) -> RecordingReport:
         seconds=max(lengths, default=0.0),
         started=min((sample.time for sample in samples), default=None),
         num_samples=len(samples),
-        sample_cost=_mean([sample.cost for sample in samples]),
+        sample_cost=mean([sample.cost for sample in samples]),
         problems=tuple(problem for one in recordings for problem in one.problems),
         devices=tuple(devices),
         incidents=tuple(incidents),
-        host_utilization=_mean([one.host.utilization for one in samples if one.host is not None]),
+        host_utilization=mean([one.host.utilization for one in samples if one.host is not None]),
         runs=reports,
         jobs=jobs,
         advice=_advice(reports, jobs, incidents),
@@ -272,12 +272,12 @@ def _report_device(
         device=last.device,
         uuid=last.uuid,
         name=last.name,
-        utilization_mean=_mean(_column(good, "utilization")),
+        utilization_mean=mean(_column(good, "utilization")),
         utilization_peak=_peak(good, "utilization"),
         memory_peak=_peak(good, "memory_used"),
         memory_total=_peak(good, "memory_total"),
         temperature_peak=_peak(good, "temperature"),
-        power_mean=_mean(_column(good, "power")),
+        power_mean=mean(_column(good, "power")),
         energy=energy_used(times, _column(row, "energy"), _column(row, "power")),
         throttled=sum(bool(reading.slowdowns) for reading in good) / number,
         reasons=", ".join(
@@ -289,11 +289,6 @@ def _report_device(
 
 def _column(row: Sequence[DeviceReading | None], metric: str) -> list[float | None]:
     return [None if reading is None else reading.value(metric) for reading in row]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _peak(row: Sequence[DeviceReading], metric: str) -> float | None:

@@ -69,9 +69,9 @@ def print_report(report: RecordingReport, console: Console) -> None:
 
 def _parts(report: RecordingReport, width: int) -> Iterator[RenderableType]:
     yield Group(*_recording(report))
-    if report.devices:
-        yield Group(*_devices(report))
     several = len({each.host for each in report.devices}) > 1
+    if report.devices:
+        yield Group(*_devices(report, several=several))
     if report.incidents:
         yield Group(*(_incident(one, several=several) for one in report.incidents))
     for job in report.jobs:
@@ -97,20 +97,20 @@ def _recording(report: RecordingReport) -> Iterator[RenderableType]:
         yield Text(f"and {len(report.problems) - _MOST_PROBLEMS} more problems", style="yellow")
 
 
-def _devices(report: RecordingReport) -> Iterator[RenderableType]:
+def _devices(report: RecordingReport, *, several: bool) -> Iterator[RenderableType]:
     # The name of all is told once; "cpu" is called CPU.
     each = Counter(one.name for one in report.devices if one.name.lower() != one.device)
-    several = len(each) > 1
-    if not several:
+    has_kinds = len(each) > 1
+    if not has_kinds:
         for what, count in each.items():
             yield Text.assemble(("Devices  ", "bold"), f"{count} x {what}" if count > 1 else what)
     titles = ("busy", "peak", "memory, peak", "power", "energy", "temp", "slowed")
-    rows = _table(("device", *["name"] * several), titles)
-    for device, name in zip(report.devices, _device_names(report), strict=True):
+    rows = _table(("device", *["name"] * has_kinds), titles)
+    for device in report.devices:
         temperature = device.temperature_peak
         rows.add_row(
-            name,
-            *[Text(device.name)] * several,
+            f"{device.host} {device.device}" if several else device.device,
+            *[Text(device.name)] * has_kinds,
             percent_text(device.utilization_mean),
             percent_text(device.utilization_peak),
             bytes_of_text(device.memory_peak, device.memory_total),
@@ -129,12 +129,6 @@ def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
     for title in numbers:
         rows.add_column(title, justify="right")
     return rows
-
-
-def _device_names(report: RecordingReport) -> list[str]:
-    """Return the names, with their machines if there are several."""
-    several = len({one.host for one in report.devices}) > 1
-    return [f"{one.host} {one.device}" if several else one.device for one in report.devices]
 
 
 def _incident(incident: Incident, *, several: bool) -> Text:

@@ -112,9 +112,6 @@ def _run(run: RunHistory, name: str) -> dict[str, Any]:
     state = run.state
     return {
         "name": name,
-        "job": state.job,
-        "rank": state.rank,
-        "pid": state.pid,
         "steps": state.main.steps,
         # The last state that a run has told stays when it is gone.
         "state": state.to_json(),

@@ -79,13 +79,7 @@ class Route:
 class MonitorServer(ThreadingHTTPServer):
     """A server that answers GET and HEAD at some paths. See Note [Who may read].
 
-    Args:
-        host: Name or address of the interface.
-        port: Its port; 0 for any that is free.
-        routes: The routes, by path.
-        token: The token that readers must show, of at least 16 characters; None if they need
-            nothing. Default: None.
-        for_anyone: True if it answers beyond the loopback address without a token. Default: no.
+    It answers beyond the loopback address only with a token, or ``for_anyone``.
     """
 
     #: Seconds within which a request must have come and its answer must have been taken.

@@ -42,10 +42,6 @@ class DeviceReading:
     index: str | None = None
     bus: str | None = None
 
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.values if name not in BY_NAME]
-        assert not unknown, unknown
-
     @property
     def identity(self) -> str:
         """A name that stays when the device gets another one, as by CUDA_VISIBLE_DEVICES."""

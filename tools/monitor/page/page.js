@@ -257,14 +257,14 @@ function describeHost(host) {
 /** Show a section for each job, with all ranks that are seen from here. */
 function showJobs(sample, points) {
   const jobs = new Map();
-  for (const run of sample.runs) jobs.set(run.job, [...(jobs.get(run.job) ?? []), run]);
+  for (const run of sample.runs) jobs.set(run.state.job, [...(jobs.get(run.state.job) ?? []), run]);
   const sections = keyed(find("#jobs"), [...jobs.keys()], () => find("#job").content.firstElementChild.cloneNode(true));
   const times = points.map((point) => point.time);
   [...jobs.values()].forEach((runs, i) => {
     const one = (selector) => sections[i].querySelector(selector);
     const [{ state: first }] = runs;
     const { info } = first;
-    const ranks = new Set(runs.map((run) => run.rank));
+    const ranks = new Set(runs.map((run) => run.state.rank));
     const isGone = runs.every((run) => run.gone !== null);
     const facts = [
       info.wrapper,
@@ -281,7 +281,7 @@ function showJobs(sample, points) {
     const place = one(".charts");
     chart(place, "speed", `Throughput${all}`, "samples/s", times, course(0));
     chart(place, "step", `Step${slowest}`, "s", times, course(1));
-    one(".shares").replaceChildren(...runs.map((run) => sharesOf(run, runs, sample)));
+    one(".shares").replaceChildren(...runs.map((run) => sharesOf(run)));
     const lasts = runs.filter((run) => run.state.last !== null);
     one(".last").replaceChildren(...lasts.map((run) => lastOf(run, runs)));
     if (lasts.length) {
@@ -309,14 +309,14 @@ function placesOf(processes) {
 }
 
 /** Return a rank's bars, below its name if there are several ranks. */
-function rankOf(run, runs, more, bars) {
-  const note = state.sample.slow[run.job] === run.rank ? " the slowest" : "";
+function rankOf(run, more, bars) {
+  const note = state.sample.slow[run.state.job] === run.state.rank ? " the slowest" : "";
   const name = `${run.name.charAt(0).toUpperCase()}${run.name.slice(1)}`;
   const head = name ? [make("div", {}, name, make("b", {}, note), make("small", {}, more))] : [];
   return make("div", { class: note && "slow" ? "rank slow" : "rank" }, ...head, ...bars.flat());
 }
 
-function sharesOf(run, runs, sample) {
+function sharesOf(run) {
   const bars = run.state.info.devices.map((device, i) => {
     const [phase, since] = run.state.now[i] ?? ["idle", 0];
     const now = run.gone === null ? `, now ${phase}${since >= 1 ? ` for ${seconds(since)}` : ""}` : "";
@@ -330,7 +330,7 @@ function sharesOf(run, runs, sample) {
     return bar(`replica ${i} on ${device}${now}${speed}`, parts);
   });
   const gone = run.gone === null ? "" : `, gone for ${seconds(run.gone)}`;
-  return rankOf(run, runs, ` process ${run.pid}${gone}`, bars);
+  return rankOf(run, ` process ${run.state.pid}${gone}`, bars);
 }
 
 function lastOf(run, runs) {
@@ -342,7 +342,7 @@ function lastOf(run, runs) {
     const parts = replica.segments.map((one) => [one.phase, one.begin / length, one.end / length, seconds(one.end - one.begin)]);
     return bar(`replica ${replica.index} on ${replica.device}, ${replica.samples} samples`, parts);
   });
-  return rankOf(run, runs, ` ${seconds(last.seconds)}`, bars);
+  return rankOf(run, ` ${seconds(last.seconds)}`, bars);
 }
 
 /** Show a row for each device, so that equal ones do not hide each other. */
