@@ -424,7 +424,9 @@ def test_what_a_recording_says_does_not_steer_the_terminal(
     path = write_recording(tmp_path / "run.jsonl", samples, host=evil)
     with path.open("a") as file:
         file.write(json.dumps({"time": evil}))
-    assert main(["monitor", "report", str(path)]) == 0
+    # The machine is named beside another one.
+    other = write_recording(tmp_path / "other.jsonl", [sample(0.0, [device(0)])], host="node1")
+    assert main(["monitor", "report", str(path), str(other)]) == 0
     out = capsys.readouterr().out
     assert "]0;title" in out and not {"\x1b", "\x07"} & {*out}
 

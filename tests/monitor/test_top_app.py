@@ -27,13 +27,14 @@ from textual.pilot import Pilot
 from dataparallel.monitor.readings.reading import HostReading, ProcessReading
 from dataparallel.monitor.sample import Sample
 from dataparallel.tools import cli
-from dataparallel.tools.monitor import top_command
+from dataparallel.tools.monitor import signals, top_command
 from dataparallel.tools.monitor.bars import chart
 from dataparallel.tools.monitor.process_control import end_process
 from dataparallel.tools.monitor.process_rows import Row, arranged, as_tree
 from dataparallel.tools.monitor.top_app import TopApp
 from dataparallel.tools.monitor.top_widgets import Ascii, Table
 from dataparallel.tools.monitor.view import View
+from tests.forkserver import fork
 from tests.monitor.cases import GIB, FakeSampler, make_device, make_sample
 from tests.monitor.golden import Golden
 
@@ -461,36 +462,50 @@ def test_however_it_ends_the_terminal_is_as_before(
 
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
-TOP = """
-import fcntl, signal, sys, termios
-from dataparallel.tools import cli
-from dataparallel.tools.monitor import signals, top_app
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-# The tests may run under nohup.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-{}
-sys.exit(cli.main(["monitor", "top", "--source", "cpu", "--interval", "0.01"]))
-"""
+
+def show_top(terminal: int) -> None:
+    """Be a process with this terminal, and run `top`; it never returns."""
+    status: Any = 70
+    try:
+        os.setsid()
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(terminal, number)
+            file = os.fdopen(number, "w" if number else "r", closefd=False)
+            setattr(sys, name, file)
+            setattr(sys, f"__{name}__", file)
+        os.environ["TERM"] = "xterm-256color"
+        status = cli.main(["monitor", "top", "--source", "cpu", "--interval", "0.01"])
+    except SystemExit as end:
+        status = end.code
+    finally:
+        os._exit(status)
 
 
 @contextlib.contextmanager
-def top_in_a_window(before: str = "") -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def top_in_a_window(on_hangup: Any = signal.SIG_DFL) -> Iterator[tuple[int, int]]:
     """Start `top` in a terminal of its own; yield the window's end of that, and the process."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 200, 0, 0))
-    with subprocess.Popen(
-        [sys.executable, "-c", TOP.format(before)],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-        env={**os.environ, "TERM": "xterm-256color"},
-    ) as process:
-        os.close(slave)
-        try:
-            yield master, process
-        finally:
-            process.kill()
+    # The tests may run under nohup.
+    before = signal.signal(signal.SIGHUP, on_hangup)
+    process = fork()
+    if not process:
+        os.close(master)
+        show_top(slave)
+    signal.signal(signal.SIGHUP, before)
+    os.close(slave)
+    try:
+        yield master, process
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def status_of(process: int) -> int:
+    """Wait for the end of a process, and return its status."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def read_until_drawn(master: int) -> None:
@@ -499,36 +514,48 @@ def read_until_drawn(master: int) -> None:
         text += os.read(master, 65536)
 
 
-@pytest.mark.parametrize("before", ["", "signal.signal(signal.SIGHUP, signal.SIG_IGN)"])
-def test_it_ends_with_its_window(before: str) -> None:
-    with top_in_a_window(before) as (master, process):
+@pytest.mark.parametrize("on_hangup", [signal.SIG_DFL, signal.SIG_IGN])
+def test_it_ends_with_its_window(on_hangup: Any) -> None:
+    with top_in_a_window(on_hangup) as (master, process):
         read_until_drawn(master)
         os.close(master)
-        assert process.wait(60) == 128 + signal.SIGHUP
+        assert status_of(process) == 128 + signal.SIGHUP
 
 
-#: A stand-in for an app that waits for a driver, or for a terminal.
-STUCK = "top_app.TopApp.exit = lambda self: None"
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes an app wait, as for a driver or a terminal, and sets the patience of signals."""
+
+    def set_patience(seconds: float) -> None:
+        monkeypatch.setattr(TopApp, "exit", lambda self: None)
+        monkeypatch.setattr(signals, "_PATIENCE", seconds)
+
+    return set_patience
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_an_app_that_is_stuck(number: signal.Signals) -> None:
-    with top_in_a_window(STUCK) as (master, process):
+def test_a_signal_ends_an_app_that_is_stuck(
+    number: signal.Signals, stuck: Callable[[float], None]
+) -> None:
+    stuck(0.1)
+    with top_in_a_window() as (master, process):
         read_until_drawn(master)
-        process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        os.kill(process, number)
+        assert status_of(process) == 128 + number
         # Keys are echoed again.
         assert termios.tcgetattr(master)[3] & termios.ECHO
         os.close(master)
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
-    with top_in_a_window(f"{STUCK}; signals._PATIENCE = 3600") as (master, process):
+def test_a_second_signal_ends_it_at_once(stuck: Callable[[float], None]) -> None:
+    stuck(3600)
+    with top_in_a_window() as (master, process):
         read_until_drawn(master)
+        ended = 0, 0
         # Two of a kind may come as one.
-        for _ in range(600):
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                time.sleep(0.1)
-        assert process.poll() == 128 + signal.SIGTERM
+        while not ended[0]:
+            os.kill(process, signal.SIGTERM)
+            time.sleep(0.01)
+            ended = os.waitpid(process, os.WNOHANG)
+        assert os.waitstatus_to_exitcode(ended[1]) == 128 + signal.SIGTERM
         os.close(master)

@@ -95,8 +95,7 @@ def _of(pid: int, answers: Answers) -> Answers:
     with contextlib.suppress(psutil.NoSuchProcess):
         program = psutil.Process(pid)
         own = {pid, *(child.pid for child in program.children(recursive=True))}
-        states = tuple(one for one in answers.states if one.pid in own)
-        return Answers(states, answers.problems, tuple(own.intersection(answers.silent)))
+        return answers._replace(states=tuple(one for one in answers.states if one.pid in own))
     return Answers((), ())
 
 
