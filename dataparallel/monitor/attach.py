@@ -197,10 +197,10 @@ class Publisher:
             state = self._state()
             if state is None:
                 return b""
-            content = {"state": state.to_json()}
+            content: dict[str, Any] = {"state": state.to_json()}
         except Exception as error:
             told = f"the run cannot tell its state: {type(error).__name__}: {error}"
-            return json.dumps({"version": VERSION, "error": told}).encode() + b"\n"
+            content = {"error": told}
         return json.dumps({"version": VERSION, **content}).encode() + b"\n"
 
 
@@ -249,10 +249,9 @@ def _listen() -> tuple[socket.socket, Path]:
         raise failures[0]
     folder = found[0]
     runs()
-    path = folder / f"{os.getpid()}.{next(_numbers)}.sock"
-    while os.path.lexists(path):
-        # It is that of a container's process, which has the same number.
-        path = folder / f"{os.getpid()}.{next(_numbers)}.sock"
+    paths = (folder / f"{os.getpid()}.{number}.sock" for number in _numbers)
+    # One that is there is that of a container's process, which has the same number.
+    path = next(one for one in paths if not os.path.lexists(one))
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path.with_suffix(".new")))

@@ -257,8 +257,8 @@ SCREENS: dict[str, tuple[list[Sample], int]] = {
         [only(processes=OTHERS, runs=(make_run(last=None),))],
         120,
     ),
-    "parts of a device stand below it, though they come last": (
-        [only(devices=(make_device(3), make_device(4), PART))],
+    "parts of a device stand below it": (
+        [only(devices=(make_device(3), PART, make_device(4)))],
         120,
     ),
     "the CPU is told with the host": (

@@ -254,14 +254,3 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of those values that are known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def in_order(devices: Sequence[DeviceReading]) -> list[DeviceReading]:
-    """Devices as they came, the parts of each right behind it."""
-    names = {device.device for device in devices}
-    wholes = [one for one in devices if one.parent is None or one.parent not in names]
-    return [
-        one
-        for whole in wholes
-        for one in (whole, *(d for d in devices if d.parent == whole.device and d is not whole))
-    ]

@@ -22,7 +22,7 @@ from dataparallel.tools.monitor.device_lines import (
     device_charts,
     device_tables,
 )
-from dataparallel.tools.monitor.history import History, in_order
+from dataparallel.tools.monitor.history import History
 from dataparallel.tools.monitor.process_rows import arranged, table
 from dataparallel.tools.monitor.replica_lines import replica_lines
 
@@ -128,7 +128,7 @@ class View:
     def _shown(self) -> list[DeviceReading]:
         """Return the devices with lines of their own: the CPU is told with the host."""
         sample = self.history.sample
-        devices = [] if sample is None else in_order(sample.devices)
+        devices = [] if sample is None else sample.devices
         is_told = sample is not None and sample.host is not None
         return [one for one in devices if one.source != "cpu" or not is_told]
 
