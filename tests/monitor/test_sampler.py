@@ -151,7 +151,8 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
 
     source = Hanging()
     try:
-        with BackgroundSampler(Sampler([source]), list, patience=0.05):
+        with BackgroundSampler(Sampler([source]), list) as background:
+            background.patience = 0.05
             assert hanging.wait(30)
         # Its sources are in use.
         assert not source.closed

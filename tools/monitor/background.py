@@ -16,16 +16,11 @@ class BackgroundSampler:
     is under way has ``patience`` seconds.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        use: Callable[[Iterable[Sample]], object],
-        *,
-        patience: float = 1.0,
-    ) -> None:
+    patience = 1.0
+
+    def __init__(self, sampler: Sampler, use: Callable[[Iterable[Sample]], object]) -> None:
         self._sampler = sampler
         self._use = use
-        self._patience = patience
         self._error: BaseException | None = None
         self._has_failed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dataparallel-monitor", daemon=True)
@@ -59,7 +54,7 @@ class BackgroundSampler:
     def close(self) -> None:
         """End the thread and close the sampler. A second call does nothing."""
         self._sampler.stop()
-        self._thread.join(self._patience)
+        self._thread.join(self.patience)
         if not self._thread.is_alive():
             # A reading that hangs still uses the sources; the thread ends with the process.
             self._sampler.close()

@@ -120,10 +120,6 @@ class Since:
     def __init__(self) -> None:
         self._begun: dict[str, float] = {}
 
-    def clear(self) -> None:
-        """Count from the next time on."""
-        self._begun.clear()
-
     def seconds(self, name: str, holds: bool, now: float) -> float:
         """For how many seconds something has held; asked once per sample."""
         if not holds:
@@ -152,7 +148,7 @@ class History:
         """Take the next sample."""
         if self.sample is not None and sample.elapsed < self.sample.elapsed:
             # A recording that was begun anew: durations count from here.
-            self.since.clear()
+            self.since = Since()
             self._runs.clear()
             self._courses.clear()
         self.sample = sample

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -53,13 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dataparallel-") as folder:
         Path(folder, "sitecustomize.py").write_text(_SITE, encoding="utf-8")
         # As a shell would find it, and with the terminal, which sends Ctrl-C to both.
-        program = subprocess.Popen(words, env=_environment(folder))
+        places = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        program = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": places})
         watch = RunWatch(lambda: _of(program.pid, ask(None, _TIMEOUT)))
         was_seen = False
         with (
             open_sampler(arguments, watch) as sampler,
             SampleRecorder(path, about={"interval": sampler.interval}, tell=tell) as recorder,
-            _handing_on(program),
+            # Ctrl-C has reached the program from the terminal; other ends are handed on.
+            handled([signal.SIGINT], lambda *_: None),
+            handled([signal.SIGTERM, signal.SIGHUP], lambda number, _: program.send_signal(number)),
         ):
             for sample in sampler.samples():
                 if sample.runs or was_seen:
@@ -85,11 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _environment(folder: str) -> Mapping[str, str]:
-    before = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (folder, before)))}
-
-
 def _of(pid: int, answers: Answers) -> Answers:
     """Return the answers of a program and of all that it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -97,14 +94,3 @@ def _of(pid: int, answers: Answers) -> Answers:
         own = {pid, *(child.pid for child in program.children(recursive=True))}
         return answers._replace(states=tuple(one for one in answers.states if one.pid in own))
     return Answers((), ())
-
-
-@contextlib.contextmanager
-def _handing_on(program: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave Ctrl-C to the program, which has got it from the terminal, and hand on other ends."""
-    ends = [signal.SIGTERM, signal.SIGHUP]
-    with (
-        handled([signal.SIGINT], lambda *_: None),
-        handled(ends, lambda number, _: program.send_signal(number)),
-    ):
-        yield

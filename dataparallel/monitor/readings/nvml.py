@@ -26,6 +26,7 @@ from dataparallel.monitor.readings.nvml_devices import (
     Slot,
     XidEvents,
     list_devices,
+    read_throttle,
     sees_host_processes,
 )
 from dataparallel.monitor.readings.nvml_query import (
@@ -171,7 +172,7 @@ class NvmlSource:
             return
         self._query.forget()
         values = reader.values(self._clock())
-        throttle = reader.throttle()
+        throttle = read_throttle(self._query, reader.handle)
         # Those of a divided device are listed with its instances.
         total = values.get("memory_total")
         listed = [] if slot.instances else self._processes(reader.processes, device, total)

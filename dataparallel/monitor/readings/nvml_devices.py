@@ -464,10 +464,6 @@ class WholeDevice:
         shares_memory = values and self._query.errors.get(MEMORY) == NOT_SUPPORTED
         return {**values, **memory_of_host()} if shares_memory else values
 
-    def throttle(self) -> tuple[str, ...]:
-        """Return the reasons, in words, why the device is slowed down."""
-        return read_throttle(self._query, self.handle)
-
     def close(self) -> None:
         """Give back what is held."""
         self._gpm.close()
