@@ -66,9 +66,9 @@ NO_SOURCES = {".ini", ".json", ".svg", ".typed", ".LICENSE"}
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
-    "tools": 11214,
+    "tools": 11213,
     "extras": 2950,
-    "monitor": 3664,
+    "monitor": 3654,
     "parallel": 4895,
     "comm_hooks": 50,
     "reducer": 3250,
@@ -80,7 +80,7 @@ MOST_LINES = {
     "graph": 1336,
     "threads": 2090,
     "comm": 2915,
-    "readings": 2071,
+    "readings": 2067,
     "kernels": 2550,
     "devices": 537,
     "errors": 150,

@@ -47,11 +47,11 @@ class Sampler:
                 f"{interval:g}; once a second is usual"
             )
         self._sources = list(sources)
-        self._interval = interval
+        self.interval = interval
         self._host = host
         self._runs = runs
         self._notes = notes
-        self._is_over = is_over
+        self.is_over = is_over
         self._clock = clock
         self._stopped = threading.Event()
         self._sleep = self._stopped.wait if sleep is None else sleep
@@ -118,8 +118,8 @@ class Sampler:
         while not self._stopped.is_set():
             yield self.sample()
             now = self._clock()
-            missed = max(0, math.floor((now - due) / self._interval))
-            due += self._interval * (missed + 1)
+            missed = max(0, math.floor((now - due) / self.interval))
+            due += self.interval * (missed + 1)
             self._sleep(max(0.0, due - now))
 
     def stop(self) -> None:
@@ -132,16 +132,6 @@ class Sampler:
         sources, self._sources = self._sources, []
         for source in sources:
             source.close()
-
-    @property
-    def interval(self) -> float:
-        """Seconds between samples."""
-        return self._interval
-
-    @property
-    def is_over(self) -> bool:
-        """True if the processes of the runs that are watched are gone for good."""
-        return self._is_over()
 
 
 def _guarded(read: Callable[[], T], what: str, failures: list[str]) -> T | None:

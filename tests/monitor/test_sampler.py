@@ -465,7 +465,7 @@ def test_a_run_is_watched_with_its_threads_and_devices(run_folder: Path) -> None
     after = sampler.sample()
     assert after.runs == () and after.notes[-1] == f"the run of process {ME} has ended"
     # The process lives, and may begin another run.
-    assert not sampler.is_over
+    assert not sampler.is_over()
 
 
 def state(*devices: str) -> RunState:

@@ -60,6 +60,6 @@ def _record(
         # Half of an interval, since no sample comes at its time exactly.
         if duration is not None and sample.elapsed + sampler.interval / 2 > duration:
             return "the time is over"
-        if sampler.is_over:
+        if sampler.is_over():
             return "the process of the run has ended"
     return "it was stopped"

@@ -129,7 +129,7 @@ class NvmlSource:
         self._failure = None
 
     def _watch_errors(self) -> None:
-        self._query.forget()
+        self._query.errors.clear()
         for slot in self._slots:
             if slot.device is not None:
                 with slot.watching_loss():
@@ -170,7 +170,7 @@ class NvmlSource:
         reader = slot.device
         if reader is None:
             return
-        self._query.forget()
+        self._query.errors.clear()
         values = reader.values(self._clock())
         throttle = read_throttle(self._query, reader.handle)
         # Those of a divided device are listed with its instances.

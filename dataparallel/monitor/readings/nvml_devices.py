@@ -404,7 +404,7 @@ class XidEvents:
         if "nvmlDeviceRegisterEvents" not in self._query.errors:
             self._keys[address(handle)] = key
             self._found.setdefault(key, (0, 0))
-        self._query.forget()
+        self._query.errors.clear()
 
     def read(self) -> None:
         """Take in what has happened since the last time, without waiting."""

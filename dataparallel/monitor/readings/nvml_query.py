@@ -145,7 +145,7 @@ class Query:
 
     Attributes:
         module: The module ``pynvml``, for its structures and constants; None while it is closed.
-        errors: By function, the code with which it has failed since :meth:`forget`.
+        errors: By function, the code with which it has failed since somebody cleared this.
     """
 
     def __init__(self) -> None:
@@ -173,10 +173,6 @@ class Query:
         except module.NVMLError:
             # It was shut down already, or it has no driver any more.
             return
-
-    def forget(self) -> None:
-        """Forget the errors so far."""
-        self.errors.clear()
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the driver and of its CUDA, as far as they are known."""
