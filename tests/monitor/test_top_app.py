@@ -503,9 +503,15 @@ def top_in_a_window(on_hangup: Any = signal.SIG_DFL) -> Iterator[tuple[int, int]
             os.waitpid(process, 0)
 
 
-def status_of(process: int) -> int:
-    """Wait for the end of a process, and return its status."""
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+def status_of(process: int, each_time: Callable[[], object] = lambda: None) -> int | None:
+    """Wait a minute at most for the end of a process, and return its status."""
+    for _ in range(6000):
+        each_time()
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return None
 
 
 def read_until_drawn(master: int) -> None:
@@ -551,11 +557,7 @@ def test_a_second_signal_ends_it_at_once(stuck: Callable[[float], None]) -> None
     stuck(3600)
     with top_in_a_window() as (master, process):
         read_until_drawn(master)
-        ended = 0, 0
         # Two of a kind may come as one.
-        while not ended[0]:
-            os.kill(process, signal.SIGTERM)
-            time.sleep(0.01)
-            ended = os.waitpid(process, os.WNOHANG)
-        assert os.waitstatus_to_exitcode(ended[1]) == 128 + signal.SIGTERM
+        status = status_of(process, lambda: os.kill(process, signal.SIGTERM))
+        assert status == 128 + signal.SIGTERM
         os.close(master)
