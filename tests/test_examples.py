@@ -202,7 +202,7 @@ def test_the_notebook(run_cell: Callable[..., Any], tmp_path: pathlib.Path) -> N
     results = [content["data"] for kind, content in shown if kind == "execute_result"]
     assert "index=3" in results[0]["text/plain"]
     assert results[1]["text/plain"].startswith("equal: the wrapper computes what the bare module")
-    assert "training steps of" in results[2]["text/html"]
+    assert "training steps of" in results[2]["text/plain"]
     assert (tmp_path / "net.pt").exists()
 
 
