@@ -52,7 +52,7 @@ def fake_nvml(code: int) -> SimpleNamespace:
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetName=lambda handle: f"GPU {handle}",
+        nvmlDeviceGetName=lambda handle: b"H100",
         nvmlSystemGetDriverVersion=lambda: b"580.2",
     )
 
@@ -137,11 +137,11 @@ REINSTALL_CUPY = "pip uninstall cupy-cuda13x, then " + INSTALL_CUPY
         # Drivers.
         case("NVIDIA driver", "missing", "not asked; without nvidia-ml-py",
              "pip install nvidia-ml-py"),
-        case("NVIDIA driver", "ok", "580.2, 2 GPU(s): GPU 0, GPU 1", nvml=0, **GPUS),
+        case("NVIDIA driver", "ok", "580.2, 2 x H100", nvml=0, **GPUS),
         case("NVIDIA driver", "problem",
-             "580.2, 2 GPU(s): GPU 0, GPU 1; but torch was built without CUDA", "pip in", nvml=0),
+             "580.2, 2 x H100; but torch was built without CUDA", "pip in", nvml=0),
         case("NVIDIA driver", "problem",
-             "580.2, 2 GPU(s): GPU 0, GPU 1; but torch, built for CUDA 13.0, finds no usable GPU",
+             "580.2, 2 x H100; but torch, built for CUDA 13.0, finds no usable GPU",
              "install a newer driver, or a torch for an older CUDA", nvml=0, cuda="13.0"),
         case("NVIDIA driver", "missing", "no driver answers; needed for CUDA: libnvidia-ml.so.1",
              "install NVIDIA", nvml=12),
@@ -170,7 +170,7 @@ REINSTALL_CUPY = "pip uninstall cupy-cuda13x, then " + INSTALL_CUPY
         case("Python headers", "missing", "compiles the virtual devices", "apt install python3"),
         case("Python headers", "ok", "/usr/Python.h", python_header=lambda: "/usr/Python.h"),
         # Extras.
-        case("psutil", "missing", "for memory figures", 'pip install "dataparallel[tools]"'),
+        case("psutil", "missing", "for memory of", 'pip install "dataparallel[tools]"'),
         case("matplotlib", "ok", "1.0, for plots", packages={"matplotlib": "1.0"}),
         # Kernels.
         case("CuPy", "missing", "runs the CUDA kernels; of no use here"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +74,8 @@ def driver(probe: Probe) -> Check:
         if code != LIBRARY_NOT_FOUND:
             return Check("Devices", name, "problem", what, remedy)
         return Check("Devices", name, "missing", f"{needed}: {what}", remedy)
-    detail = f"{version}, {len(names)} GPU(s): {', '.join(names)}"
+    each = (f"{count} x {model}" for model, count in collections.Counter(names).items())
+    detail = f"{version}, {', '.join(each)}"
     torch = probe.module("torch")
     if torch is None or torch.cuda.is_available():
         return Check("Devices", name, "ok", detail)

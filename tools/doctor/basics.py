@@ -10,30 +10,16 @@ _MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 15)
 
-#: Distribution, what it is needed for, the command that installs it.
+#: Distribution, what it is needed for, the extra that has it.
 _EXTRAS = (
-    (
-        "rich",
-        "tables of `dataparallel bench`, the view of `dataparallel monitor`",
-        'pip install "dataparallel[tools]"',
-    ),
-    (
-        "psutil",
-        "memory figures of `dataparallel bench`, readings of `dataparallel monitor`",
-        'pip install "dataparallel[tools]"',
-    ),
-    (
-        "prometheus-client",
-        "the metrics of `dataparallel monitor serve`",
-        'pip install "dataparallel[monitor]"',
-    ),
-    ("safetensors", "checkpoints of the examples", 'pip install "dataparallel[examples]"'),
-    (
-        "matplotlib",
-        "plots of `dataparallel monitor` and of the examples",
-        'pip install "dataparallel[monitor]"',
-    ),
-    ("scikit-learn", "the digits of the examples", 'pip install "dataparallel[examples]"'),
+    ("rich", "tables of `dataparallel bench`, the view of `dataparallel monitor`", "tools"),
+    ("psutil", "memory of `dataparallel bench`, readings of `dataparallel monitor`", "tools"),
+    ("textual", "`dataparallel monitor top`", "monitor"),
+    ("filelock", "recordings of `dataparallel monitor`, checkpoints", "monitor"),
+    ("prometheus-client", "the metrics of `dataparallel monitor serve`", "monitor"),
+    ("matplotlib", "plots of `dataparallel monitor` and of the examples", "monitor"),
+    ("safetensors", "checkpoints", "checkpoint"),
+    ("scikit-learn", "the digits of the examples", "examples"),
 )
 
 
@@ -111,9 +97,10 @@ def threads(probe: Probe) -> Check:
 
 def extras(probe: Probe) -> Iterator[Check]:
     """Yield the optional packages, each with its use."""
-    for distribution, purpose, remedy in _EXTRAS:
+    for distribution, purpose, extra in _EXTRAS:
         version = probe.version(distribution)
         if version is None:
+            remedy = f'pip install "dataparallel[{extra}]"'
             yield Check("Extras", distribution, "missing", f"for {purpose}", remedy)
         else:
             yield Check("Extras", distribution, "ok", f"{version}, for {purpose}")
