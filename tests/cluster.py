@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import gc
 import itertools
+import math
 import multiprocessing.connection
 import multiprocessing.process
 import os
@@ -44,10 +45,6 @@ STARTUP = 600.0
 #: The environment variable for another number of virtual devices than four.
 VIRTUAL_DEVICES = "DATAPARALLEL_TESTS_VIRTUAL_DEVICES"
 
-#: A worker with more threads is replaced: those of gloo's groups that were given up look for work a
-#: hundred times a second.
-MOST_THREADS = 24
-
 #: Seconds that the other ranks get after one has failed, before they are ended.
 GRACE = 10.0
 
@@ -76,7 +73,7 @@ class _Reply:
     error: BaseException | None = None
     trace: str = ""
     when: float = field(default_factory=time.time)
-    num_threads: int = 0
+    num_loops: int = 0
     records: device_only.Records = field(default_factory=lambda: device_only.Records([], []))
 
 
@@ -94,12 +91,7 @@ class _Worker:
     process: multiprocessing.process.BaseProcess
     connection: Connection
     stacks: pathlib.Path
-    num_threads: int = 0
-
-    @property
-    def is_fit(self) -> bool:
-        """True if it is alive, and not slowed down by the threads of earlier jobs."""
-        return self.process.is_alive() and self.num_threads <= MOST_THREADS
+    num_loops: int = 0
 
     def stop(self, seconds: float = 0.0) -> None:
         """End the process, which is killed after some seconds."""
@@ -119,9 +111,14 @@ class _Worker:
 
 
 class Cluster:
-    """Runs functions in processes that form a group. See the fixture ``cluster``."""
+    """Runs functions in processes that form a group. See the fixture ``cluster``.
 
-    def __init__(self) -> None:
+    A process with more loops of gloo than ``most_loops`` is replaced: each looks for work a hundred
+    times a second, also for a group that was given up.
+    """
+
+    def __init__(self, *, most_loops: float = math.inf) -> None:
+        self._most_loops = most_loops
         self._workers: dict[bool, list[_Worker]] = {False: [], True: []}
         self._context = forkserver.context()
         # It lives as long as the workers do. A thread that lets go of a store late, after its job
@@ -203,7 +200,11 @@ class Cluster:
     def _ready(self, world_size: int, virtual: bool) -> list[_Worker]:
         """Workers that wait for a job; new ones start where there are too few."""
         workers = self._workers[virtual]
-        new = [rank for rank, worker in enumerate(workers) if not worker.is_fit]
+        new = [
+            rank
+            for rank, worker in enumerate(workers)
+            if not worker.process.is_alive() or worker.num_loops > self._most_loops
+        ]
         for rank in new:
             workers[rank].stop()
             # In its place: a process has the same rank as long as it lives.
@@ -254,7 +255,7 @@ class Cluster:
         except (EOFError, OSError):
             worker.process.join(5)
             return _died(f"the worker ended with exit code {worker.process.exitcode}")
-        worker.num_threads = reply.num_threads
+        worker.num_loops = reply.num_loops
         return reply
 
 
@@ -289,6 +290,16 @@ def _work(connection: Connection, stacks: str, virtual: bool) -> None:
         connection.send_bytes(reply)
 
 
+def _num_loops() -> int:
+    """Return how many loops of gloo run in this process; 0 where nobody tells."""
+    found = 0
+    for task in pathlib.Path("/proc/self/task").glob("*/comm"):
+        # It may end meanwhile.
+        with contextlib.suppress(OSError):
+            found += task.read_text().startswith("gloo_tcp_loop")
+    return found
+
+
 def _catch_strays(stray: list[str]) -> None:
     """Note what nobody can catch: exceptions in threads and in finalizers."""
 
@@ -315,7 +326,7 @@ def _run(received: bytes, stray: list[str], virtual: bool) -> bytes:
         gc.collect()
         if virtual:
             reply.records = device_only.take_records()
-    reply.num_threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+    reply.num_loops = _num_loops()
     if stray and reply.error is None:
         text = "\n".join(stray)
         reply = _Reply(error=RuntimeError(f"outside of the function:\n{text}"), trace=text)

@@ -101,7 +101,7 @@ def no_accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Processes that run functions of a test: ``cluster.run(function, world_size, *args)``."""
-    processes = Cluster()
+    processes = Cluster(most_loops=12)
     yield processes
     processes.close()
 

@@ -86,6 +86,6 @@ def test_writing_and_lines_have_the_contrast_of_wcag(theme: Theme) -> None:
 def test_the_page_has_all_colors_that_it_uses() -> None:
     style = routes(SampleStore(), 1.0)["/page.css"].answer(Request({}, {})).body.decode()
     defined = re.findall(r"(--\w+): light-dark", style)
-    # Each has one source; the number of charts is the page's own.
+    # Each has one source; the number of charts and the place of one are the page's own.
     assert len(defined) == len({*defined})
-    assert {*re.findall(r"var\((--\w+)", style)} - {"--charts"} == {*defined}
+    assert {*re.findall(r"var\((--\w+)", style)} - {"--charts", "--place"} == {*defined}
