@@ -20,8 +20,8 @@ Each cause of lost time that is found is priced in seconds per step, from what w
     loss            what of it the other replicas could do, and half of the gathering
     gather          all of it: each output may stay where it is
     scatter         half of it: copies that overlap with other work
-    optimizer       what of it other devices could do, or all of it as one fused kernel, of which
-                    47 to 78 % went (AdamW and SGD on two cores, 2026-11-30); else half of it
+    optimizer       what of it other devices could do, or all of it as one fused kernel (measured
+                    on two loaded cores, 2026-11-30: 47 to 78 % of it); else half of it
     overhead        half of it per sample, in a batch twice as large
     oversubscribed  of the computing, the share for which there are too many threads
     wait policy     half of the computing, where threads that wait keep the processors busy

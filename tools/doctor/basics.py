@@ -15,10 +15,10 @@ _EXTRAS = (
     ("rich", "tables of `dataparallel bench`, the view of `dataparallel monitor`", "tools"),
     ("psutil", "memory of `dataparallel bench`, readings of `dataparallel monitor`", "tools"),
     ("textual", "`dataparallel monitor top`", "monitor"),
-    ("filelock", "recordings of `dataparallel monitor`, checkpoints", "monitor"),
     ("prometheus-client", "the metrics of `dataparallel monitor serve`", "monitor"),
     ("matplotlib", "plots of `dataparallel monitor` and of the examples", "monitor"),
-    ("safetensors", "checkpoints", "checkpoint"),
+    ("safetensors", "the files of checkpoints", "checkpoint"),
+    ("filelock", "the lock of who writes a checkpoint", "checkpoint"),
     ("scikit-learn", "the digits of the examples", "examples"),
 )
 
