@@ -829,6 +829,18 @@ def test_a_hook_in_backward_cannot_gather_the_originals(kind: str, num_devices: 
         assert_close(net, bare)
 
 
+@pytest.mark.parametrize("originals", ["home", "spread"])
+def test_a_backward_leads_to_no_leaf_on_the_host(originals: Any) -> None:
+    """One there wakes the thread that waits: a failed backward would raise before it has ended."""
+    model = dp.DistributedDataParallel(Net().eval(), DEVICES[:3], originals=originals)
+    nodes = [model(batch(0)[0].to(DEVICES[0])).sum().grad_fn]
+    for node in nodes:
+        nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    assert len(leaves) > 5
+    assert {leaf.device.type for leaf in leaves} == {"virtual"}
+
+
 def test_blocks_of_gathered_originals_within_each_other() -> None:
     net = Net().eval()
     model = wrap(net, 3)

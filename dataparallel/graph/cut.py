@@ -272,8 +272,10 @@ class Cuts:
     timeline: Timeline
 
     def __post_init__(self) -> None:
-        #: Wanted in every backward that has no `inputs=`; tells whether this one has.
-        self.anchor = Anchor(torch.zeros(()))
+        #: Wanted in every backward that has no `inputs=`; tells whether this one has. On the CPU,
+        #: it would wake the thread that waits for the devices: a backward that has failed would
+        #: raise while some still accumulate.
+        self.anchor = Anchor(torch.zeros((), device=next(chain(*self.leaves)).device))
         #: Cuts whose backward may still come.
         self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
         self._replica_of = {id(leaf): i for i, row in enumerate(self.leaves) for leaf in row}
