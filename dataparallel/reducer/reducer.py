@@ -125,12 +125,13 @@ class Reducer:
 
     def leaf_arrived(self, replica: int, index: int, leaf: torch.Tensor) -> None:
         """Note that a leaf has got its gradient; called by its hook."""
-        if self._round is None:
+        round_ = self._round  # Another device may end it.
+        if round_ is None:
             self.buckets.refuse_astray()
             return
         if replica == 0 and not self.buckets.ordered:
             self._arriving.append(index)
-        self._round.arrived(replica, leaf.device)
+        round_.arrived(replica, leaf.device)
 
     # --- what the wrapper says -------------------------------------------------------------------
 
