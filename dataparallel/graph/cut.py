@@ -94,7 +94,11 @@ _Results: TypeAlias = tuple[list[MaybeTensor], list[MaybeTensor]]
 
 
 class Ending:
-    """Held by the engine as long as this thread's backward runs, called when it has ended well."""
+    """Held by the engine as long as this thread's backward runs, called when it has ended well.
+
+    Without the interpreter's lock it may outlive that: an object dies when the thread that made it
+    runs Python again, or in a collection. So those that hold it weakly ask :func:`running`.
+    """
 
     #: The last backwards of which all gradients are dropped. See Note [Ranks that part].
     dropped: ClassVar[deque[int]] = deque(maxlen=16)
@@ -102,6 +106,8 @@ class Ending:
     def __init__(self) -> None:
         #: The number of the backward.
         self.task = torch_internals.current_graph_task_id()
+        #: True if the backward has ended well.
+        self.has_ended = False
         self._end: Callable[[], None] | None = None
         self._lost: Callable[[], None] | None = None
         torch_internals.when_backward_ends(self)
@@ -112,12 +118,21 @@ class Ending:
 
     def __call__(self) -> None:
         end, self._end = self._end, None
-        if end is not None:
-            end()
+        try:
+            if end is not None:
+                end()
+        finally:
+            self.has_ended = True
 
     def __del__(self) -> None:
         if self._end is not None and self._lost is not None:
             self._lost()
+
+
+def running(ending: weakref.ref[Ending] | None) -> Ending | None:
+    """Return what a weak reference stands for; None if that backward has ended."""
+    found = None if ending is None else ending()
+    return None if found is None or found.has_ended else found
 
 
 class ReplicaInputs:

@@ -25,7 +25,7 @@ from dataparallel import torch_internals
 from dataparallel.comm.errors import CollectiveError, CollectiveTimeout, RanksParted
 from dataparallel.errors import describe_names
 from dataparallel.graph import originals
-from dataparallel.graph.cut import NO_TASK, Ending, Forward
+from dataparallel.graph.cut import NO_TASK, Ending, Forward, running
 from dataparallel.optim.in_backward import refuse_accumulation
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import Buckets, Gradients
@@ -220,7 +220,7 @@ class Reducer:
         ``forwards``: those to which the backward comes.
         Returns what is to be added to ``.grad`` of each original, None where nothing is.
         """
-        outer = None if ending is None else ending()
+        outer = None if ending is None else running(ending)
         task = task if outer is None else outer.task
         round_: Round | None = None
         try:

@@ -42,6 +42,7 @@ the other devices end first.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import threading
@@ -58,7 +59,7 @@ from dataparallel import torch_internals
 from dataparallel.comm.errors import RanksParted
 from dataparallel.comm.local import Packed, unshared
 from dataparallel.comm.routes import Reads
-from dataparallel.graph.cut import NO_TASK, Ending
+from dataparallel.graph.cut import NO_TASK, Ending, running
 from dataparallel.graph.originals import OriginalHooks
 from dataparallel.reducer.accumulated import Accumulated
 from dataparallel.reducer.buckets import (
@@ -171,15 +172,24 @@ class Round:
 
         An error where the backward of the round goes on, and the cut has no part in it.
         """
-        if not self._num_running and (self.ending is None or self.ending() is None):
+        if self._is_lost():
             return False
         if task == self.task != NO_TASK or self._thread == threading.get_ident():
             return True
+        # Without the interpreter's lock, what a failed backward held may still be there. In the
+        # thread of the round it is not.
+        gc.collect()
+        if self._is_lost():
+            return False
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration before starting a new one: "
             "another backward of the same wrapper is running, in another thread or from within a "
             "hook; let one end before the next begins"
         )
+
+    def _is_lost(self) -> bool:
+        """True if nothing of the round runs, and its backward does not go on."""
+        return not self._num_running and running(self.ending) is None
 
     def enter(self, task: int, *, last: bool, in_all: bool) -> None:
         """Begin the backward of a cut; the first one sets gradients from before the round aside.
