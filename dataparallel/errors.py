@@ -88,6 +88,29 @@ def add_note(error: BaseException, note: str) -> None:
 # --- optional packages ---------------------------------------------------------------------------
 
 
+def install_command(extra: str) -> str:
+    """Return the command that adds an optional dependency group to this installation.
+
+    It names the clone or the wheel that the package was installed from, and never an index, where
+    another package may have the same name.
+    """
+    import json
+    from importlib import metadata
+    from urllib import parse
+
+    try:
+        text = metadata.distribution("dataparallel").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    origin = json.loads(text or "{}")
+    url = origin.get("url", "")
+    if origin.get("dir_info", {}).get("editable"):
+        return f'pip install -e "{parse.unquote(parse.urlparse(url).path)}[{extra}]"'
+    if url:
+        return f'pip install "dataparallel[{extra}] @ {url}"'
+    return f'pip install ".[{extra}]" in a clone of dataparallel'
+
+
 @contextlib.contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Within the ``with`` block a missing package is explained by the extra that brings it.
@@ -110,6 +133,6 @@ def needs_extra(extra: str) -> Iterator[None]:
             raise
         raise ImportError(
             f"this needs the package {error.name!r}, which is not installed; "
-            f'install it with: pip install "dataparallel[{extra}]"',
+            f"install it with: {install_command(extra)}",
             name=error.name,
         ) from error

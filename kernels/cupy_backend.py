@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dataparallel.errors import install_command
 from dataparallel.kernels.backend import THREADS, Backend
 from dataparallel.kernels.compiler import compile_source
 
@@ -147,9 +148,9 @@ def _warn(reason: str) -> None:
     major = str(torch.version.cuda).split(".")[0]
     _log.warning(
         "%s: bucket copies, fingerprints and sums of replicas use torch's own operations, which "
-        'read memory more often; install "dataparallel[cuda%s]"',
+        "read memory more often; %s",
         reason,
-        major,
+        install_command(f"cuda{major}"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import json
 import os
 import re
 import select
@@ -12,12 +13,13 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
-from dataparallel.errors import needs_extra
+from dataparallel.errors import install_command, needs_extra
 from dataparallel.tools import arguments, cli
 from dataparallel.tools.monitor import report_command
 from tests.monitor.cases import make_sample, write_recording
@@ -158,9 +160,48 @@ def test_a_reader_that_goes_away_is_no_error_nor_is_none(
     assert cli.main(words) == 0
 
 
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (
+            {"url": "file:///home/a%20b/dp", "dir_info": {"editable": True}},
+            'pip install -e "/home/a b/dp[monitor]"',
+        ),
+        (
+            {"url": "file:///home/dp", "dir_info": {}},
+            'pip install "dataparallel[monitor] @ file:///home/dp"',
+        ),
+        (
+            {"url": "file:///tmp/dataparallel-0.1.0-py3-none-any.whl", "archive_info": {}},
+            'pip install "dataparallel[monitor] @ file:///tmp/dataparallel-0.1.0-py3-none-any.whl"',
+        ),
+        (None, 'pip install ".[monitor]" in a clone of dataparallel'),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came(
+    origin: Any, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if origin is not None:
+        (tmp_path / "direct_url.json").write_text(json.dumps(origin))
+    found = metadata.PathDistribution(tmp_path)
+    monkeypatch.setattr(metadata, "distribution", lambda name: found)
+    assert install_command("monitor") == command
+
+
+def test_nobody_is_told_to_install_this_from_an_index() -> None:
+    """Anybody could own the name there."""
+    root = Path(__file__).parents[1]
+    for folder in ("dataparallel", "kernels", "tools", "docs", "examples"):
+        for file in (root / folder).rglob("*.*"):
+            if file.suffix in (".py", ".md", ".ipynb"):
+                for line in file.read_text().splitlines():
+                    assert "install dataparallel" not in line, (file, line)
+                    assert "@" in line or not re.search(r"""install ["']dataparallel""", line), file
+
+
 def test_a_missing_package_is_explained_by_its_extra_and_a_fault_of_our_own_is_not() -> None:
     with (
-        pytest.raises(ImportError, match=r'pip install "dataparallel\[tools\]"'),
+        pytest.raises(ImportError, match=r"'package_that_does_not_exist', .*\[tools\]"),
         needs_extra("tools"),
     ):
         import package_that_does_not_exist  # type: ignore[import-not-found]  # noqa: F401

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.errors import install_command
 from dataparallel.tools import cli
 from dataparallel.tools.doctor import command
 from dataparallel.tools.doctor.check import Check, Probe
@@ -111,7 +112,7 @@ CUDA: dict[str, Any] = {"cuda": "13.0", "gpus": 2}
 GPUS: dict[str, Any] = {"cuda": "12.8", "gpus": 2}
 TWO_CUPYS = {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"}
 BOTH_NVMLS = {"nvidia-ml-py": "13.0", "pynvml": "13.0"}
-INSTALL_CUPY = 'pip install "dataparallel[cuda13]"'
+INSTALL_CUPY = install_command("cuda13")
 REINSTALL_CUPY = "pip uninstall cupy-cuda13x, then " + INSTALL_CUPY
 
 
@@ -170,7 +171,7 @@ REINSTALL_CUPY = "pip uninstall cupy-cuda13x, then " + INSTALL_CUPY
         case("Python headers", "missing", "compiles the virtual devices", "apt install python3"),
         case("Python headers", "ok", "/usr/Python.h", python_header=lambda: "/usr/Python.h"),
         # Extras.
-        case("psutil", "missing", "for memory of", 'pip install "dataparallel[tools]"'),
+        case("psutil", "missing", "for memory of", install_command("tools")),
         case("matplotlib", "ok", "1.0, for plots", packages={"matplotlib": "1.0"}),
         # Kernels.
         case("CuPy", "missing", "runs the CUDA kernels; of no use here"),

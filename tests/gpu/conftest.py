@@ -21,6 +21,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             yield device
         return
     if quiet_backend_of(device) is None:
-        pytest.skip('needs CuPy: pip install "dataparallel[cuda13]"')
+        pytest.skip('needs CuPy: pip install ".[cuda13]"')
     yield device
     torch.cuda.synchronize(device)

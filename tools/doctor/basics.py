@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dataparallel.errors import install_command
 from dataparallel.tools.doctor.check import Check, Probe
 
 _MINIMUM_PYTHON = (3, 10)
@@ -100,7 +101,7 @@ def extras(probe: Probe) -> Iterator[Check]:
     for distribution, purpose, extra in _EXTRAS:
         version = probe.version(distribution)
         if version is None:
-            remedy = f'pip install "dataparallel[{extra}]"'
+            remedy = install_command(extra)
             yield Check("Extras", distribution, "missing", f"for {purpose}", remedy)
         else:
             yield Check("Extras", distribution, "ok", f"{version}, for {purpose}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dataparallel.errors import install_command
 from dataparallel.tools.doctor.check import Check, Probe
 
 _GROUP = "CUDA kernels"
@@ -33,7 +34,7 @@ def _cupy(probe: Probe) -> Check:
         detail = "runs the CUDA kernels; of no use here, since torch is not one for CUDA"
         return Check(_GROUP, "CuPy", "missing", f"{shown}, {detail}" if shown else detail)
     major = cuda.split(".")[0]
-    install = f'pip install "dataparallel[cuda{major}]"'
+    install = install_command(f"cuda{major}")
     if not found:
         return Check(
             _GROUP, "CuPy", "missing", f"runs the kernels; without it, {_WITHOUT}", install

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+from dataparallel.errors import install_command
+
 #: Codes that decide what happens next. They are part of NVML's binary interface.
 UNINITIALIZED = 1
 INVALID_ARGUMENT = 2
@@ -219,7 +221,7 @@ def _pynvml() -> Any:
         module = importlib.import_module("pynvml")
     except ImportError as error:
         if error.name == "pynvml":
-            why = 'the package nvidia-ml-py is not installed; pip install "dataparallel[monitor]"'
+            why = f"the package nvidia-ml-py is not installed; {install_command('monitor')}"
         else:
             why = _damaged(error)
         raise NvmlUnavailable(why) from error
