@@ -29,7 +29,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test all-cases versions random gpu browser images soak check docs format build clean
+.PHONY: help train test all-cases versions random gpu browser images soak check docs format build release clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +81,13 @@ format: $(DEV_STAMP) ## format the code
 build: $(DEV_STAMP) ## make the wheel and the source archive in dist/
 	@$(VENV)/bin/python -m build --quiet --outdir dist
 	@ls -l dist
+
+release: $(DEV_STAMP) ## make both archives, and try them as a stranger would; signs and uploads nothing
+	@rm -rf dist
+	@$(MAKE) --no-print-directory build
+	@$(PIP) "twine>=6"
+	@$(VENV)/bin/python -m twine check --strict dist/*
+	@$(VENV)/bin/python -m tests.release
 
 clean: ## remove what the commands made, but not the environment
 	rm -rf build dist out site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
