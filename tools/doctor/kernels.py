@@ -36,9 +36,8 @@ def _cupy(probe: Probe) -> Check:
     major = cuda.split(".")[0]
     install = install_command(f"cuda{major}")
     if not found:
-        return Check(
-            _GROUP, "CuPy", "missing", f"runs the kernels; without it, {_WITHOUT}", install
-        )
+        use = f"runs the kernels; without it, {_WITHOUT}"
+        return Check(_GROUP, "CuPy", "missing", use, install)
     wrong = [name for name in found if name not in (f"cupy-cuda{major}x", "cupy")]
     again = f"pip uninstall {' '.join(found)}, then {install}"
     if len(found) > 1:
@@ -64,10 +63,5 @@ def _device(probe: Probe, index: int, cupy: Check) -> Check:
     torch, backend = probe.module("torch"), probe.module("dataparallel.kernels.backend")
     if backend is not None and backend.backend_of(torch.device("cuda", index)) is not None:
         return Check(_GROUP, name, "ok", "the kernels, launched with CuPy")
-    return Check(
-        _GROUP,
-        name,
-        "problem",
-        f"{_WITHOUT}, although CuPy is there",
-        'python -c "import cupy; cupy.show_config()", and the warning that dataparallel logs',
-    )
+    remedy = 'python -c "import cupy; cupy.show_config()", and the warning that dataparallel logs'
+    return Check(_GROUP, name, "problem", f"{_WITHOUT}, although CuPy is there", remedy)

@@ -220,11 +220,8 @@ def _pynvml() -> Any:
     try:
         module = importlib.import_module("pynvml")
     except ImportError as error:
-        if error.name == "pynvml":
-            why = f"the package nvidia-ml-py is not installed; {install_command('monitor')}"
-        else:
-            why = _damaged(error)
-        raise NvmlUnavailable(why) from error
+        missing = f"the package nvidia-ml-py is not installed; {install_command('monitor')}"
+        raise NvmlUnavailable(missing if error.name == "pynvml" else _damaged(error)) from error
     except (SyntaxError, AttributeError) as error:
         raise NvmlUnavailable(_damaged(error)) from error
     if not hasattr(module, "nvmlInit") or not hasattr(module, "NVMLError"):
