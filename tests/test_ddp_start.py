@@ -101,6 +101,38 @@ def test_what_is_no_process_group(group: Any) -> None:
         dp.DistributedDataParallel(nn.Linear(3, 2), ["cpu"], process_group=group)
 
 
+def _replaced(rank: int, world_size: int, init_sync: bool, virtual: bool) -> list[float]:
+    """Replace a layer, and add another one, with values of each rank's own; return the values."""
+    devices = ["virtual:0", "virtual:1"] if virtual else ["cpu", "cpu"]
+    first, second, third = (nn.Linear(4, 4, device=devices[0]) for _ in range(3))
+    net = nn.Sequential(first, nn.Linear(4, 4, device=devices[0]))
+    model = dp.DistributedDataParallel(net, devices, init_sync=init_sync)
+    x = torch.ones(4, 4)
+    model(x).sum().backward()
+    for layer in (second, third):
+        nn.init.constant_(layer.weight, rank + 1.0)
+    net[1] = second
+    with torch.no_grad():
+        # Without the others.
+        model(x)
+        first.bias.add_(rank)
+    before = first.bias.tolist()
+    net.append(third)
+    model(x).sum().backward()
+    assert first.bias.tolist() == before, "what the processes had is left as it is"
+    assert third.bias.grad is not None and third.bias.grad.tolist() == [4.0] * 4
+    return [value for layer in (second, third) for value in layer.weight.flatten().tolist()]
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_new_layers_get_the_values_of_rank_0(
+    cluster: Cluster, init_sync: bool, virtual: bool
+) -> None:
+    found = cluster.run(_replaced, 2, init_sync, virtual, virtual=virtual)
+    assert found == [[1.0] * 32, [1.0 if init_sync else 2.0] * 32]
+
+
 def _regrouped(rank: int, world_size: int, first: Any) -> list[float]:
     """Return sums over other groups; a process that is in none keeps the old one."""
     model = dp.DistributedDataParallel(linear(), ["cpu"], average="none", process_group=first)

@@ -6,9 +6,10 @@ A wrapper that reduces gradients makes another one where parameters are replaced
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +23,21 @@ from dataparallel.comm.failures import report
 from dataparallel.devices import is_accelerator
 from dataparallel.graph.cut import Cuts, Forwards, ReplicaInputs
 from dataparallel.graph.functions import refuse_tangents
-from dataparallel.parallel.buffers import Members, has_sync_batch_norm, runs_by_itself
+from dataparallel.parallel.buffers import Members, broadcast, has_sync_batch_norm, runs_by_itself
 from dataparallel.parallel.runner import Runner
 from dataparallel.reducer.nonfinite import SkippedSteps
 from dataparallel.reducer.options import Options
-from dataparallel.reducer.parameters import MixedPrecision, trained_parameters
+from dataparallel.reducer.parameters import MixedPrecision, shared_tensors, trained_parameters
 from dataparallel.reducer.processes import Progress, ReducerProcesses, TrainingGroup
 from dataparallel.reducer.reducer import Reducer
-from dataparallel.reducer.verify import verify_across_processes
+from dataparallel.reducer.verify import gather_if_different, verify_across_processes
 from dataparallel.reducer.vote import Agreement
 from dataparallel.replicas.clones import check_placement, place, refuse_uninitialized
 from dataparallel.replicas.spread import end, lay_out, spread, was_spread
 from dataparallel.replicas.values import ReplicaParameters
 
 if TYPE_CHECKING:
+    from dataparallel.comm.link import ProcessLink
     from dataparallel.optim.in_backward import StepsInBackward
     from dataparallel.parallel.capture import Recorder
     from dataparallel.reducer.comm_hooks import ResolvedHook
@@ -108,7 +110,7 @@ class Training:
                 others,
                 options.timeout,
                 progress,
-                verify,
+                functools.partial(_meet, module, options, progress, verify),
                 Forwards(module),
                 hook=hook,
             )
@@ -291,6 +293,28 @@ class Training:
         """Remove all hooks and give the process groups back."""
         self._members.close()
         self.reducer.close()
+
+
+def _meet(
+    module: nn.Module,
+    options: Options,
+    progress: Progress,
+    verify: Callable[[ProcessLink], None],
+    buckets: ProcessLink,
+    control: ProcessLink,
+) -> None:
+    """Compare with the other processes; parameters that are new since get rank 0's values."""
+    verify(control)
+    parameters = shared_tensors(module, buffers=False)
+    if options.init_sync:
+        # The constructor sends all; to a copy of a wrapper none is new.
+        known = parameters.values() if progress.parameters is None else progress.parameters
+        ids = set(map(id, known))
+        new = [name for name, parameter in parameters.items() if id(parameter) not in ids]
+        given = gather_if_different(new, control, what="which parameters are new") or [new]
+        sent = {name: parameters[name] for name in dict.fromkeys(chain(*given))}
+        broadcast(sent, 0, buckets, what="new parameters of rank 0")
+    progress.parameters = list(parameters.values())
 
 
 @dataclass

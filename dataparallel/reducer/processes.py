@@ -30,6 +30,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from dataparallel.comm.errors import CollectiveError, Failure, RanksParted, name_ranks
@@ -114,6 +115,8 @@ class Progress:
     _is_settled = False
     #: The wrapper's first link, whose name tells it from other wrappers in all processes.
     name = ""
+    #: The parameters of the module when the processes last compared them; None before.
+    parameters: Sequence[torch.Tensor] | None = None
 
     def compare(self, control: ProcessLink, failures: Failures, *, has_hook: bool) -> None:
         """See whether all processes were given the same rounds; a collective call."""
@@ -186,7 +189,7 @@ class ReducerProcesses:
         group: dist.ProcessGroup | None,
         timeout: float | None,
         progress: Progress,
-        verify: Callable[[ProcessLink], None],
+        meet: Callable[[ProcessLink, ProcessLink], None],
         forwards: Forwards,
         *,
         hook: ResolvedHook | None,
@@ -196,7 +199,7 @@ class ReducerProcesses:
         self.progress, self.forwards = progress, forwards
         self._make = functools.partial(ProcessLink, group, timeout=timeout)
         self._links: list[ProcessLink] = []
-        self._verify = verify
+        self._meet = meet
         #: The number of processes that have data.
         self.num_active = self.world_size
         #: Takes the place of the all-reduce.
@@ -218,7 +221,7 @@ class ReducerProcesses:
                     stack.enter_context(contextlib.closing(self._make(purpose=purpose)))
                     for purpose in ("gradients", "control")
                 ]
-                self._verify(made[1])
+                self._meet(*made)
                 self.progress.compare(made[1], self._failures, has_hook=self.hook is not None)
                 stack.pop_all()
             self._links = made
