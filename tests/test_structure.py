@@ -66,7 +66,7 @@ NO_SOURCES = {".ini", ".json", ".svg", ".typed", ".LICENSE"}
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
-    "tools": 11202,
+    "tools": 11285,
     "extras": 2950,
     "monitor": 3654,
     "parallel": 4913,
@@ -79,7 +79,7 @@ MOST_LINES = {
     "batch": 1750,
     "graph": 1360,
     "threads": 2090,
-    "comm": 2915,
+    "comm": 2932,
     "readings": 2067,
     "kernels": 2550,
     "devices": 537,

@@ -37,6 +37,14 @@ Note [Groups for accelerators only]
 The package's own messages are CPU tensors, which a group as ``init_process_group("nccl")`` makes it
 refuses. If the parent has no backend for them, the new group has gloo beside the parent's own, so
 that control and buckets go through the same link.
+
+Note [The thread that ends a group]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The end of a group waits for what its processes have begun, so a thread of its own ends it. In
+free-threaded Python each thread counts its own references. An object whose last reference another
+thread drops goes back to the thread that has made it, and that one would wait. A collection of
+garbage adds up the counts, and our thread holds the last reference after it: to the group, and
+after another one, to each backend that the group held.
 """
 
 from __future__ import annotations
@@ -45,7 +53,9 @@ import concurrent.futures
 import contextlib
 import datetime
 import functools
+import gc
 import json
+import sys
 import threading
 import time
 import warnings
@@ -71,6 +81,8 @@ T = TypeVar("T")
 #: Gives a collective to the backend of a group, and does not wait for it.
 Start: TypeAlias = Callable[[dist.ProcessGroup], Any]
 
+# True if Python was built so that it can run without its lock, be that on or off.
+_FREE_THREADED = "t" in getattr(sys, "abiflags", "")
 # Shorter waits are not possible: for gloo, 0 ms mean forever.
 _SHORTEST = 0.001
 # Seconds by which the backend's own time limit comes first: it ends the collective, ours only the
@@ -533,9 +545,11 @@ def _release(
 
     def release() -> None:
         group = holder.pop()
+        devices = torch_internals.group_devices(group)
+        held = [group, *(torch_internals.group_backend(group, device) for device in devices)]
         # Otherwise the user has destroyed all groups already, or does so just now.
         if torch_internals.is_registered(group):
-            for device in torch_internals.group_devices(group) if aborts else ():
+            for device in devices if aborts else ():
                 # Destroying waits for kernels on the device, which wait for processes that will
                 # not come. On the host it ends waits by closing connections.
                 if _devices.is_accelerator(device):
@@ -543,5 +557,11 @@ def _release(
                         torch_internals.group_backend(group, device).abort()
             with contextlib.suppress(KeyError, ValueError):
                 dist.destroy_process_group(group)
+        del group
+        while held:
+            if _FREE_THREADED:
+                # See Note [The thread that ends a group].
+                gc.collect()
+            del held[0]
 
     interpreter_end.run_beside(release, "dataparallel-release").join(seconds)
