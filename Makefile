@@ -112,7 +112,8 @@ endef
 $(RUN_STAMP): pyproject.toml
 	$(call install,examples$(comma)tools,$@)
 
+# Some of `dev` has no wheels for Python without the interpreter's lock.
 $(DEV_STAMP): pyproject.toml
-	$(call install,dev,$@)
+	$(call install,dev$(shell $(PYTHON) -c "import sysconfig as s; print('-free-threaded' * bool(s.get_config_var('Py_GIL_DISABLED')))"),$@)
 
 comma := ,

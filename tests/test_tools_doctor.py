@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import subprocess
+import sysconfig
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +102,10 @@ def machine(
         "python": "3.12.1",
         "python_header": lambda: None,
         "cores": lambda: 2,
+        "free_threaded": False,
+        "lock": lambda: True,
+        "lock_option": None,
+        "lock_takers": lambda modules: {},
     }
     return Probe(**(nothing | others))
 
@@ -110,6 +117,9 @@ def case(name: str, status: str, detail: str, remedy: str = "", **given: Any) ->
 
 CUDA: dict[str, Any] = {"cuda": "13.0", "gpus": 2}
 GPUS: dict[str, Any] = {"cuda": "12.8", "gpus": 2}
+UNLOCKED: dict[str, Any] = {"free_threaded": True, "lock": lambda: False}
+LOCKED: dict[str, Any] = {"lock": lambda: True}
+TRITON: dict[str, Any] = {"lock_takers": lambda modules: {"triton": "triton._C.libtriton"}}
 TWO_CUPYS = {"cupy-cuda12x": "14.2.0", "cupy-cuda13x": "14.2.0"}
 BOTH_NVMLS = {"nvidia-ml-py": "13.0", "pynvml": "13.0"}
 INSTALL_CUPY = install_command("cuda13")
@@ -133,6 +143,23 @@ REINSTALL_CUPY = "pip uninstall cupy-cuda13x, then " + INSTALL_CUPY
              "make an environment with a newer one: python3.10 -m venv .venv", python="3.9.18"),
         case("cores", "problem", "2 usable, 8 intra-op threads", "export OMP_NUM_THREADS=2",
              threads=8),
+        # The interpreter's lock.
+        case("GIL", "ok", "on, as in any Python that is not", environment={"PYTHON_GIL": "1"}.get),
+        case("GIL", "ok", "off", **UNLOCKED),
+        case("GIL", "ok", "off until one of these is imported: triton (triton._C.libtriton)",
+             "keep it off at your own risk: PYTHON_GIL=0 python", **UNLOCKED | TRITON),
+        case("GIL", "ok", "off, whatever is imported, by PYTHON_GIL=0",
+             environment={"PYTHON_GIL": "0"}.get, **UNLOCKED | TRITON),
+        case("GIL", "ok", "off, whatever is imported, by -X gil=0", lock_option="0",
+             environment={"PYTHON_GIL": "1"}.get, **UNLOCKED),
+        case("GIL", "problem", "on, by PYTHON_GIL=1", "unset PYTHON_GIL",
+             environment={"PYTHON_GIL": "1"}.get, **UNLOCKED | LOCKED),
+        case("GIL", "problem", "on, by -X gil=1", "leave -X gil out", lock_option="1",
+             **UNLOCKED | LOCKED),
+        case("GIL", "problem", "on, by the import of triton (triton._C.libtriton)",
+             "keep it off", **UNLOCKED | LOCKED | TRITON),
+        case("GIL", "problem", "on, by the import of a module that doctor does", "find it: python",
+             **UNLOCKED | LOCKED),
         case("accelerators", "missing", "none that this torch can use", "DataParallel(net, device"),
         case("cuda:1", "ok", "Fake GPU, 8.0 GiB, capability 9.0", **GPUS),
         # Drivers.
@@ -265,6 +292,31 @@ def test_every_finding_is_shown_and_the_last_line_tells_whether_it_works(
     assert lines[-1] == last and lines[-1].isascii()
 
 
+@pytest.mark.skipif(
+    not Probe().free_threaded or os.environ.get("PYTHON_GIL") is not None,
+    reason="needs a free-threaded interpreter that is left to itself",
+)
+def test_the_extension_that_turns_the_lock_on_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("taker", "sharer"):
+        declared = "{Py_mod_gil, Py_MOD_GIL_NOT_USED}," if name == "sharer" else ""
+        source = tmp_path / f"{name}.c"
+        source.write_text(
+            "#include <Python.h>\n"
+            f"static PyModuleDef_Slot slots[] = {{{declared} {{0, NULL}}}};\n"
+            f'static PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{name}", .m_slots = slots}};\n'
+            f"PyMODINIT_FUNC PyInit_{name}(void) {{ return PyModuleDef_Init(&module); }}\n"
+        )
+        include = f"-I{sysconfig.get_path('include')}"
+        library = source.with_suffix(".so")
+        subprocess.run(["cc", "-shared", "-fPIC", include, source, "-o", library], check=True)
+    (tmp_path / "user.py").write_text("import taker")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = Probe().lock_takers(("absent", "sharer", "user", "json", "taker"))
+    assert found == {"user": "taker", "taker": "taker"}
+
+
 def test_this_machine_passes_and_json_holds_every_field(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -272,6 +324,8 @@ def test_this_machine_passes_and_json_holds_every_field(
     assert "ok       torch" in capsys.readouterr().out
     assert cli.main(["doctor", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
-    assert {"Python", "torch", "cores", "C++ compiler"} <= {each["name"] for each in findings}
+    assert {"Python", "torch", "cores", "GIL", "C++ compiler"} <= {
+        each["name"] for each in findings
+    }
     fields = {"group", "name", "status", "detail", "remedy", "essential"}
     assert all(set(each) == fields for each in findings)

@@ -41,6 +41,8 @@ ALLOWED = {
     "_optimizer_",
     # An argument of Hugging Face's Trainer, which assigns it, too.
     "_n_gpu",
+    # Of Python's documented `sys`.
+    *("_is_gil_enabled", "_xoptions"),
     # Python's, which ends a process as it is.
     "_exit",
     # argparse's, of a parser: its options.

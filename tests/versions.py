@@ -17,7 +17,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+#: The last one is free-threaded: `python -m tests.build_python` makes it.
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.14t")
 TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 #: Supported as such, but there is no such build of torch.
@@ -56,17 +57,26 @@ _ROOT = pathlib.Path(__file__).parents[1]
 # --- which there are --------------------------------------------------------------------------
 
 
-def find_pythons() -> dict[str, str]:
-    """Return the supported Pythons of this machine: version with two numbers -> path."""
+_ASKED = (
+    "import ensurepip, sys, sysconfig; print('%d.%d' % sys.version_info[:2]"
+    " + 't' * bool(sysconfig.get_config_var('Py_GIL_DISABLED')))"
+)
+
+
+def find_pythons(paths: Sequence[str] = ()) -> dict[str, str]:
+    """Return the supported Pythons of some paths and of this machine: version -> path.
+
+    A version has two numbers, and a ``t`` behind them where the Python is free-threaded.
+    """
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
-    candidates = [sys.executable, *filter(None, map(shutil.which, ("python3", "python")))]
+    candidates = [*paths, sys.executable, *filter(None, map(shutil.which, ("python3", "python")))]
     candidates += filter(None, (shutil.which(f"python{version}") for version in PYTHONS))
     candidates += map(str, sorted(pyenv.glob("versions/*/bin/python"), reverse=True))
     found: dict[str, str] = {}
     for path in candidates:
         # pyenv has commands in the path for Pythons that are not chosen; these fail.
         # A Python without ensurepip makes no environment.
-        asked = [path, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
+        asked = [path, "-c", _ASKED]
         version = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
         if version in PYTHONS:
             found.setdefault(version, path)
@@ -74,12 +84,13 @@ def find_pythons() -> dict[str, str]:
 
 
 def choose_pythons(names: str, found: dict[str, str]) -> list[str]:
-    """Return the versions that a list of versions means, with ``all`` and ``other``."""
+    """Return the versions that a list of versions and paths means, with ``all`` and ``other``."""
     this = ".".join(map(str, sys.version_info[:2]))
     # The one in the middle first, which most users have.
-    others: list[str] = [each for each in ("3.12", "3.13", "3.11", "3.10") if each in found]
+    others: list[str] = [each for each in ("3.12", "3.13", "3.11", "3.14", "3.10") if each in found]
     others = [each for each in others if each != this] or [this]
     known = {"all": sorted(found), "other": others[:1]}
+    known.update({path: [version] for version, path in found.items()})
     return [version for name in names.split(",") for version in known.get(name, [name])]
 
 
@@ -96,30 +107,34 @@ def choose_torches(names: str) -> list[str]:
 
 
 def run_combination(
-    python: str, torch: str, tests: Sequence[str], folder: pathlib.Path
+    version: str, python: str, torch: str, tests: Sequence[str], folder: pathlib.Path
 ) -> tuple[bool, str]:
     """Run tests in an environment in ``folder``: whether they pass, and what a table says."""
     inside = str(folder / "bin" / "python")
     pip = [inside, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     asked = [inside, "-c", "import torch; print(torch.__version__)"]
+    # As `make test` has it.
+    environment, extra = {"OMP_WAIT_POLICY": "passive"}, "dev"
+    if version.endswith("t"):
+        # Triton, which torch imports to compile, would turn the interpreter's lock on.
+        environment["PYTHON_GIL"], extra = "0", "dev-free-threaded"
     begin = time.perf_counter()
     print(f"{python} and {torch}: installing", flush=True)
     try:
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
-        subprocess.run([*pip, torch, "--editable", ".[dev]"], cwd=_ROOT, check=True)
-        version = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout
+        subprocess.run([*pip, torch, "--editable", f".[{extra}]"], cwd=_ROOT, check=True)
+        installed = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout
     except subprocess.CalledProcessError as error:
         return False, f"| {torch} | not installed: {error} |"
     done = subprocess.run(
         [inside, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *tests],
         cwd=_ROOT,
-        # As `make test` has it.
-        env={"OMP_WAIT_POLICY": "passive", **os.environ},
+        env={**environment, **os.environ},
         check=False,
     )
     told = "passed" if done.returncode == 0 else f"status {done.returncode}, see above"
     seconds = time.perf_counter() - begin
-    return done.returncode == 0, f"| {version.strip()} | {told}, {seconds:.0f} s in all |"
+    return done.returncode == 0, f"| {installed.strip()} | {told}, {seconds:.0f} s in all |"
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -130,8 +145,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--python", default="all", metavar="LIST",
-        help=f"of {', '.join(PYTHONS)}, all, and other, which is another one than this; found in "
-        "the path and among those of pyenv; default: all that are found")  # fmt: skip
+        help=f"of {', '.join(PYTHONS)}, paths, all, and other, which is another one than this; "
+        "found in the path and among those of pyenv; default: all that are found")  # fmt: skip
     add("--torch", default="oldest,newest", metavar="LIST",
         help="versions, oldest, newest (what pip takes), all; default: %(default)s")  # fmt: skip
     add("--part", nargs="+", default=["quick"], metavar="PART",
@@ -142,7 +157,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; 1 if something failed, 2 if a Python is missing."""
     options = parse_options(arguments)
-    found = find_pythons()
+    found = find_pythons([name for name in options.python.split(",") if os.sep in name])
     pythons, torches = choose_pythons(options.python, found), choose_torches(options.torch)
     missing = [version for version in pythons if version not in found]
     if missing:
@@ -158,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         with tempfile.TemporaryDirectory(dir=parent) as folder:
             place = pathlib.Path(folder) / f"python{python}-{torch}"
-            ok, told = run_combination(found[python], torch, tests, place)
+            ok, told = run_combination(python, found[python], torch, tests, place)
         rows.append(f"| {python} {told}")
         passed.append(ok)
     print("\n".join(rows))

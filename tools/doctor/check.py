@@ -8,8 +8,9 @@ import pathlib
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
@@ -57,9 +58,11 @@ def _module(name: str) -> Any:
         return None
 
 
-def _output(*command: str) -> str | None:
+def _output(*command: str, timeout: float = 10) -> str | None:
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        finished = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return finished.stdout.strip()
@@ -68,6 +71,40 @@ def _output(*command: str) -> str | None:
 def _python_header() -> str | None:
     path = pathlib.Path(sysconfig.get_path("include"), "Python.h")
     return str(path) if path.exists() else None
+
+
+#: Imports modules until one turns the interpreter's lock on, and prints its name and the warning.
+_IMPORTS = """
+import importlib, sys, warnings
+for name in sys.argv[1:]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError):
+            continue
+    if sys._is_gil_enabled():
+        print(name)
+        print(*(each.message for each in caught if "(GIL) has been enabled" in str(each.message)))
+        break
+"""
+
+
+def _lock_takers(modules: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    while True:
+        # The interpreter warns once, of the first, so another one is found without that.
+        left = [module for module in modules if module not in found]
+        command = (sys.executable, "-c", _IMPORTS, *left)
+        name, _, warning = (_output(*command, timeout=60) or "").partition("\n")
+        if not name:
+            return found
+        found[name] = warning.split("'")[1] if "'" in warning else "unknown extension"
+
+
+def _lock() -> bool:
+    is_on: Callable[[], bool] | None = getattr(sys, "_is_gil_enabled", None)
+    return is_on is None or is_on()
 
 
 def usable_cores() -> int:
@@ -89,6 +126,11 @@ class Probe:
         python: Version of the running Python.
         python_header: Path of Python.h, or None.
         cores: Number of cores that this process may use.
+        free_threaded: True if the interpreter can run without its lock.
+        lock: True if the interpreter's lock is on.
+        lock_option: Value of the interpreter's option ``-X gil``, or None.
+        lock_takers: Those of some modules that turn the lock on when they are imported, each with
+            the extension of which the interpreter says so.
     """
 
     version: Callable[[str], str | None] = _version
@@ -100,3 +142,7 @@ class Probe:
     python: str = field(default_factory=platform.python_version)
     python_header: Callable[[], str | None] = _python_header
     cores: Callable[[], int] = usable_cores
+    free_threaded: bool = "t" in getattr(sys, "abiflags", "")
+    lock: Callable[[], bool] = _lock
+    lock_option: object = sys._xoptions.get("gil")
+    lock_takers: Callable[[Sequence[str]], dict[str, str]] = _lock_takers

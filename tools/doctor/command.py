@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from dataparallel.tools.arguments import add_command, count, late, positive
-from dataparallel.tools.doctor import accelerators, basics, kernels
+from dataparallel.tools.doctor import accelerators, basics, free_threading, kernels
 from dataparallel.tools.doctor.check import Check, Probe
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def examine(probe: Probe | None = None) -> list[Check]:
         basics.python(probe),
         basics.torch(probe),
         basics.threads(probe),
+        free_threading.interpreter_lock(probe),
         *accelerators.devices(probe),
         accelerators.driver(probe),
         *accelerators.peer_access(probe),
