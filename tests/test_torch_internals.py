@@ -41,7 +41,7 @@ ALLOWED = {
     "_optimizer_",
     # An argument of Hugging Face's Trainer, which assigns it, too.
     "_n_gpu",
-    # Of Python's documented `sys`.
+    # Names that the documentation of Python's `sys` has.
     *("_is_gil_enabled", "_xoptions"),
     # Python's, which ends a process as it is.
     "_exit",
