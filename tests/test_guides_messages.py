@@ -186,7 +186,9 @@ def traced(model: nn.Module, x: Tensor) -> object:
     return trace(model, x)
 
 
-FOLLOWED = "was to be exported or traced, .* export the module, which has the weights: .module"
+FOLLOWED = (
+    "was to be exported, traced or scripted, .* export the module, which has the weights: .module"
+)
 LEFT = (
     "these attributes hold tensors that are no parts of the module, so that no replica has its "
     "own: 'student.teacher' on cpu; register them as submodules"
@@ -209,13 +211,15 @@ def test_a_lazy_layer(wrapper: Any) -> None:
     assert wrapper(net, ["cpu", "cpu"])(torch.randn(6, 4)).shape == (6, 3)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-def test_a_wrapper_that_is_traced_or_exported(wrapper: Any) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+def test_a_wrapper_that_is_traced_scripted_or_exported(wrapper: Any) -> None:
     x = torch.randn(6, 4)
     for count in (1, 2):
         model = wrapper(nn.Linear(4, 3), ["cpu"] * count)
         with pytest.raises(RuntimeError, match=FOLLOWED):
             torch.export.export(model, (x,))
+        with pytest.raises(RuntimeError, match=FOLLOWED):
+            torch.jit.script(model)
         torch.testing.assert_close(torch.export.export(model.module, (x,)).module()(x), model(x))
     with pytest.raises(RuntimeError, match=FOLLOWED):
         traced(model, x)

@@ -67,7 +67,8 @@ def test_a_group_alone_prints_its_help(
     ("line", "told"),
     [
         ("monitro", "invalid choice: 'monitro'"),
-        ("doctor --xyz", "error: unrecognized arguments: --xyz"),
+        ("doctor --xyz", "dataparallel doctor: error: unrecognized arguments: --xyz"),
+        ("monitor top --for 3", "dataparallel monitor top: error: unrecognized arguments: --for 3"),
         ("bench train --cases mlp,rnn", "got 'rnn', but there are: mlp, wide, deep, transformer"),
         ("bench train --devices ,", "one device per replica, for example cpu,cpu"),
         ("bench host --replicas 1,", "'' is not a whole number of at least 1"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from dataparallel.tools.arguments import print_help
+from dataparallel.tools.arguments import Parser, print_help
 from dataparallel.tools.bench import command as bench
 from dataparallel.tools.doctor import command as doctor
 from dataparallel.tools.monitor import command as monitor
@@ -65,7 +65,7 @@ def _failed(error: OSError) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all subcommands. Each lives in its own package and adds itself."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="dataparallel",
         description="Train PyTorch models on all devices of a machine from one process.",
         epilog="Each command has its own --help.",

@@ -15,7 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -256,12 +256,16 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """
         several = len(self.device_ids) > 1
         if torch.compiler.is_exporting() or (several and torch_internals.tracing_state()):
-            raise RuntimeError(
-                f"a {type(self).__name__} was to be exported or traced, which cannot follow "
-                "replicas in threads; export the module, which has the weights: .module"
-            )
+            self.__prepare_scriptable__()
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             return self._call(inputs, kwargs)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse to be exported, traced or scripted; ``torch.jit.script`` calls it first."""
+        raise RuntimeError(
+            f"a {type(self).__name__} was to be exported, traced or scripted, which cannot follow "
+            "replicas in threads; export the module, which has the weights: .module"
+        )
 
     def _call(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None = None
