@@ -569,7 +569,8 @@ class HybridGroup(LocalGroup):
             results, turn = self._complete(agreed, tensors, self._turns_in_backward.get(task))
             if turn is not None:
                 self._turns_in_backward[task] = turn
-                torch_internals.when_backward_ends(self._turns_in_backward.clear)
+                forget = functools.partial(self._turns_in_backward.pop, task, None)
+                torch_internals.when_backward_ends(forget)
         return results
 
 

@@ -152,6 +152,8 @@ class Failures:
         # A connection of our own: beside a blocked wait, one on the same connection takes seconds.
         self._own: Store | None = None
         self._turn = threading.Lock()
+        # Held while links and errors are counted.
+        self._noting = threading.Lock()
         self._process = socket.gethostname(), os.getpid(), namespace("pid")
         self._processes: dict[int, tuple[str, int, str]] = {}
 
@@ -234,8 +236,9 @@ class Failures:
             if generation != self.generation:
                 generation = self.generation
                 key = self._key(purpose, generation)
-                self._num_made[key] += 1
-                number = self._num_made[key]
+                with self._noting:
+                    self._num_made[key] += 1
+                    number = self._num_made[key]
                 name = f"{key}.{number}"
             if self.ask(functools.partial(self._come, name)):
                 # Remembers all processes, for when the store may be gone.
@@ -255,7 +258,8 @@ class Failures:
 
     def add(self, link: Link) -> None:
         """Close a link when its generation ends."""
-        self._links = (*(ref for ref in self._links if ref() is not None), weakref.ref(link))
+        with self._noting:
+            self._links = (*(ref for ref in self._links if ref() is not None), weakref.ref(link))
 
     def check_late(self) -> None:
         """Raise the error of a collective, over whatever link, that has failed unnoticed."""
@@ -303,7 +307,9 @@ class Failures:
             with contextlib.suppress(CollectiveFailure):
                 found = self.ask(lambda store: _read(store, keys), _ANSWER)
                 pairs = zip(unknown, found, strict=True)
-                self._processes |= {i: process for i, process in pairs if process is not None}
+                known = {i: process for i, process in pairs if process is not None}
+                # Another one, since other threads may be going over it.
+                self._processes = self._processes | known
         for i, (host, pid, space) in self._processes.items():
             if i != self.rank and space and space == self._process[2] and _has_ended(pid):
                 return Failure(self.ranks[i], host, pid, "ended", "", "has ended")
@@ -317,11 +323,13 @@ class Failures:
 
     def withdraw(self, generation: int) -> None:
         """Note that an error was not raised in the end."""
-        self.num_errors[generation] -= 1
+        with self._noting:
+            self.num_errors[generation] -= 1
 
     def count_hook_call(self) -> None:
         """Note that a communication hook has run, and not raised an error."""
-        self.num_hook_calls += 1
+        with self._noting:
+            self.num_hook_calls += 1
 
     def report(
         self,
@@ -368,7 +376,8 @@ class Failures:
         ended = [vars(each).get("dataparallel_ended", {}).get(self._name, 0) for each in chain]
         told: bool = max(ended) >= max(self._met, 1)
         if not told:
-            self.num_errors[generation] += 1
+            with self._noting:
+                self.num_errors[generation] += 1
             # Python's own errors take no weak references, and one that is kept keeps tensors.
             vars(error).setdefault("dataparallel_ended", {})[self._name] = generation
         return told
@@ -421,7 +430,7 @@ class Failures:
             error = (CollectiveTimeout if is_late else CollectiveError)(text)
         self.note_error(error, generation)
         # The same rank may have ended the links over other groups: they are made anew, too.
-        for failures in list(_known.values()):
+        for failures in _all_known():
             if failures is not self and failures.while_waiting() is not None:
                 failures.note_error(error, failures.generation - 1)
         return error
@@ -478,6 +487,13 @@ def _report_at_the_end(
     finally:
         if _hook_before is not None:
             _hook_before(kind, error, trace)
+
+
+def _all_known() -> list[Failures]:
+    """Return the knowledge of all groups; other threads may add some meanwhile."""
+    groups = [reference() for reference in _known.keyrefs()]
+    found = [_known.get(group) for group in groups if group is not None]
+    return [failures for failures in found if failures is not None]
 
 
 def failures_of(group: dist.ProcessGroup) -> Failures:

@@ -13,6 +13,7 @@ time.
 from __future__ import annotations
 
 import atexit
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -35,8 +36,16 @@ def run_beside(work: Callable[[], object], name: str) -> threading.Thread:
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     working.add(thread)
-    thread.start()
+    start_thread(thread)
     return thread
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread that has no context variables of the caller.
+
+    Without the interpreter's lock a thread takes them over, and keeps what is in them for life.
+    """
+    contextvars.Context().run(thread.start)
 
 
 @atexit.register

@@ -205,7 +205,7 @@ class ProcessLink:
         self._launching = threading.Lock()
         self._failing = threading.Lock()
         self._watching, self._is_watched = threading.Lock(), False
-        # See Note [Late failures].
+        # See Note [Late failures]; whoever goes over it or takes from it holds `_watching`.
         self._under_way: deque[Pending] = deque(maxlen=_KEPT)
         self._failures = failures_of(parent)
         self.name, self.generation, number = self._failures.meet(purpose, self.timeout)
@@ -243,7 +243,7 @@ class ProcessLink:
     def close(self) -> None:
         """Give the process group back. Returns within seconds in any case; may be called again."""
         self._error = self._error or "it was closed"
-        self._under_way.clear()
+        self._clear()
         self._finalizer()
 
     def blocks(self, device: torch.device) -> bool:
@@ -288,7 +288,7 @@ class ProcessLink:
     def check_late(self) -> None:
         """Raise the error of a collective that has failed; see Note [Late failures]."""
         while self._under_way:
-            with self._failing:
+            with self._failing, self._watching:
                 if not self._under_way:
                     return
                 pending = self._under_way[0]
@@ -299,13 +299,18 @@ class ProcessLink:
             reason = pending.reason() if has_ended else None
             if reason is not None or not has_ended:
                 # Whatever else was launched has no result, either.
-                self._under_way.clear()
+                self._clear()
                 raise self.failed(pending.where, pending.started, reason)
 
     @property
     def under_way(self) -> tuple[Pending, ...]:
         """The collectives whose end nobody has seen yet; none where the host waits for each."""
-        return tuple(self._under_way)
+        with self._watching:
+            return tuple(self._under_way)
+
+    def _clear(self) -> None:
+        with self._watching:
+            self._under_way.clear()
 
     def forget(self) -> None:
         """Raise no late error for what is under way, or is being launched by another thread."""
@@ -440,7 +445,8 @@ class ProcessLink:
                 self._under_way.append(pending)
                 starts, self._is_watched = not self._is_watched, True
             if starts:
-                threading.Thread(target=self._watch, name="dataparallel-watch", daemon=True).start()
+                watch = threading.Thread(target=self._watch, name="dataparallel-watch", daemon=True)
+                interpreter_end.start_thread(watch)
         return pending
 
     def _connect(self, device: torch.device) -> None:

@@ -237,11 +237,11 @@ class _Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self.all = [_Lane(device), _Lane(device)]
-        self._turns = itertools.cycle(self.all)
+        self._turns = itertools.count()
 
     def take(self) -> _Lane:
         """Return that of the next piece."""
-        return next(self._turns)
+        return self.all[next(self._turns) % len(self.all)]
 
 
 _lanes: dict[torch.device, _Lanes] = {}

@@ -232,6 +232,8 @@ class Forwards:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._numbers = itertools.count()
+        # Several threads begin forwards, and run backwards.
+        self._lock = threading.Lock()
         self._open: deque[Forward] = deque(maxlen=_MOST_OPEN)
         # True once a backward has come to a forward in evaluation mode.
         self._trains_in_evaluation = False
@@ -240,7 +242,8 @@ class Forwards:
         """Begin one more forward of this thread."""
         is_step = self._module.training or self._trains_in_evaluation
         forward = Forward(next(self._numbers), threading.get_ident(), is_step)
-        self._open.append(forward)
+        with self._lock:
+            self._open.append(forward)
         return forward
 
     def come_to(self, forwards: Sequence[Forward], *, again: bool) -> Sequence[Forward]:
@@ -255,17 +258,20 @@ class Forwards:
         """Return the steps that are open: before a forward in its thread, or in this thread."""
         end = math.inf if forward is None else forward.number
         thread = threading.get_ident() if forward is None else forward.thread
-        return [f for f in self._open if f.is_step and f.thread == thread and f.number < end]
+        with self._lock:
+            return [f for f in self._open if f.is_step and f.thread == thread and f.number < end]
 
     def settle(self, forwards: Iterable[Forward]) -> None:
         """They are open no more."""
-        for forward in forwards:
-            if forward in self._open:
-                self._open.remove(forward)
+        with self._lock:
+            for forward in forwards:
+                if forward in self._open:
+                    self._open.remove(forward)
 
     def drop(self, forwards: Iterable[Forward]) -> None:
         """They are left out after all."""
-        self._open.extend(forward for forward in forwards if forward not in self._open)
+        with self._lock:
+            self._open.extend([forward for forward in forwards if forward not in self._open])
 
 
 @dataclass(eq=False)
@@ -291,8 +297,9 @@ class Cuts:
         #: it would wake the thread that waits for the devices: a backward that has failed would
         #: raise while some still accumulate.
         self.anchor = Anchor(torch.zeros((), device=next(chain(*self.leaves)).device))
-        #: Cuts whose backward may still come.
-        self.outstanding: weakref.WeakSet[Cut] = weakref.WeakSet()
+        #: Cuts whose backward may still come. Any thread adds one, or lets the last use of one go:
+        #: each is one operation of a dict.
+        self.outstanding: dict[weakref.ref[Cut], None] = {}
         self._replica_of = {id(leaf): i for i, row in enumerate(self.leaves) for leaf in row}
         self._own = [set(map(id, row)) for row in self.leaves]
         #: The devices of the replicas.
@@ -435,7 +442,7 @@ class Cut:
         self.ending: weakref.ref[Ending] | None = None
         if self.synchronize and torch_internals.current_graph_task_id() != NO_TASK:
             self.ending = weakref.ref(Ending())
-        cuts.outstanding.add(self)
+        cuts.outstanding[weakref.ref(self, cuts.outstanding.pop)] = None
         left = iter(results)
         for row in rows:
             for place, value in enumerate(row):
@@ -445,7 +452,8 @@ class Cut:
     def backward(self, node: Any, grads: Sequence[MaybeTensor]) -> _Results:
         """Return the gradients of the inputs, and of the originals if the engine delivers them."""
         self._task = task = torch_internals.current_graph_task_id()
-        alive = list(self.cuts.outstanding)
+        found = map(weakref.ref.__call__, list(self.cuts.outstanding))
+        alive: list[Cut] = list(filter(None, found))
         coming = [other for other in alive if other._comes_in(task)]
         # The graph of a gradient leads through the graph of which it is the gradient; that of a
         # tensor from outside is a part of the caller's graph, too.

@@ -233,9 +233,9 @@ class Members:
             return None
         if (processes is None and alone) or processes == dist.GroupMember.NON_GROUP_MEMBER:
             return LocalGroup()
-        if processes not in self._groups:
-            self._groups[processes] = HybridGroup(processes, self._timeout)
-        return self._groups[processes]
+        found = self._groups.get(processes)
+        # If several threads come here at once, one of them wins.
+        return found or self._groups.setdefault(processes, HybridGroup(processes, self._timeout))
 
     def dress(self, watch: BufferWatch, parts: Parts, replicas: Sequence[Counterparts]) -> None:
         """Let norm layers of clones do what their originals do with the whole batch."""

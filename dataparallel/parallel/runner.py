@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -26,6 +25,8 @@ from dataparallel.threads.timeline import Timeline
 from dataparallel.threads.workers import WorkerPools
 
 T = TypeVar("T")
+# The clones that wait for the next forward.
+_MOST_IDLE = 8
 
 
 class Runner:
@@ -45,7 +46,7 @@ class Runner:
         self._quiet_calls: set[Hashable] = set()
         self._paces: dict[Phase, Pace] = {"forward": Pace(), "backward": Pace()}
         # The clones of the model, and some of criteria and of forwards that run at the same time.
-        self._idle: deque[ModuleClones] = deque(maxlen=8)
+        self._idle: list[ModuleClones] = []
         several_on_cpu = sum(not is_accelerator(device) for device in self.devices) > 1
         #: For what the calling thread itself does to the inputs and outputs of replicas.
         self.quiet: Callable[[], AbstractContextManager[None]] = (
@@ -110,6 +111,7 @@ class Runner:
                 clones.release()
                 if not clones.are_standing:
                     self._idle.append(clones)
+                    del self._idle[:-_MOST_IDLE]
 
     def check(
         self, used: Sequence[ModuleClones], sizes: Sequence[int], inputs: Sequence[ReplicaInputs]

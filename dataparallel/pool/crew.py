@@ -265,7 +265,7 @@ class Crew:
                 thread = threading.Thread(
                     target=_serve, args=(self._line, slot), name=name, daemon=True
                 )
-                thread.start()
+                interpreter_end.start_thread(thread)
                 self._threads.append(thread)
             self._line.put(job)
 

@@ -282,6 +282,9 @@ class Round:
             if stream is not None:
                 _devices.wait_stream(_devices.current_stream(stream.device), stream)
         self._streams = [None] * len(self._taken)
+        # A replica may have come while another one was about to let go of the sums.
+        if self._num_summed < min(map(len, self._taken)):
+            self._sum_complete()
         for replica, taken in enumerate(self._taken):
             for bucket in self.buckets.all[len(taken) :]:
                 grads = bucket.take(replica)

@@ -154,12 +154,12 @@ class Vote:
         said = marks + bytes([not waits, nonfinite])
         self._said = torch.frombuffer(said, dtype=torch.uint8)
         self._pending = control.all_reduce(self._said, op="max", what="the vote of a round")
-        _unread.add(self)
+        _unread[id(self)] = self
 
     def read(self) -> Answer:
         """Wait for the votes of all ranks."""
         self._pending.wait()
-        _unread.discard(self)
+        _unread.pop(id(self), None)
         *marks, some_left, nonfinite = self._said.tolist()
         late = [index for index, mark in enumerate(marks) if mark == LATE]
         return Answer(bytes(marks), late, late if some_left else [], bool(nonfinite))
@@ -169,14 +169,19 @@ class Vote:
         return not self._pending.done()
 
 
-_unread: weakref.WeakSet[Vote] = weakref.WeakSet()
+#: By their ids.
+_unread: weakref.WeakValueDictionary[int, Vote] = weakref.WeakValueDictionary()
 
 
 @atexit.register
 def linger() -> None:
     """Let the other ranks get the last votes, before this one closes its links."""
     deadline = time.monotonic() + _LAST_VOTE
-    while any([vote.is_under_way() for vote in _unread]) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        # Other threads may vote meanwhile.
+        left = [reference() for reference in _unread.valuerefs()]
+        if not any([vote is not None and vote.is_under_way() for vote in left]):
+            return
         time.sleep(0.001)
 
 

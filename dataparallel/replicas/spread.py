@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ _PARTS_PER_OWNER = 16
 # is no more does no harm here, and torch could not swap what is in one with a weak reference.
 _placed: set[int] = set()
 _num_moves = 0
+_moving = threading.Lock()
 # By the id of a parameter that was moved from the CPU, the number of moves at that time.
 _left_cpu: dict[int, int] = {}
 # Per optimizer the number of moves that it has followed, and true if it is on several devices.
@@ -185,9 +187,10 @@ def move(parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]) ->
     global _num_moves
     pairs = list(zip(parameters, targets, strict=True))
     due = {i for i, (parameter, target) in enumerate(pairs) if parameter.device != target}
-    _watch_optimizers()
-    leave_cpu(parameters)
-    _num_moves += 1
+    with _moving:
+        _watch_optimizers()
+        leave_cpu(parameters)
+        _num_moves += 1
     _placed.update(map(id, parameters))
     for unit in _units(parameters) if due else ():
         members, target = [parameters[i] for i in unit], targets[unit[0]]

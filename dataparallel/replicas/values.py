@@ -60,6 +60,7 @@ from dataparallel.comm.checksum import checksum
 from dataparallel.comm.local import copies_of, pack
 from dataparallel.comm.routes import MAX_PIECE_BYTES, FlatBroadcast, has_links
 from dataparallel.kernels.memory import is_dense
+from dataparallel.threads.exclusive import run_once
 
 #: Slots that share memory. ``"device"``: all slots on one device, those on the originals' device
 #: the originals themselves. ``"first"``: only the first slot on the originals' device uses them,
@@ -100,7 +101,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any, begins: bool = False) 
     _steps.update(dict.fromkeys(map(id, parameters), step))
 
 
-@functools.cache
+@run_once
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(functools.partial(_note_step, begins=True))
     register_optimizer_step_post_hook(_note_step)

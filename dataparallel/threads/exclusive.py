@@ -74,7 +74,8 @@ class ExclusiveLock:
         before = self._running.pop(thread, None)
         if work is not None:
             self._running[thread] = work
-        # A thread that wants the lock says so first, and then looks which threads run.
+        # A thread that wants the lock says so first, and then looks which threads run. Both look
+        # into one dict, whose operations come one after another in all threads.
         if self._owner is not None and self._owner is not thread:
             self._make_way(thread, work)
         return before
@@ -197,7 +198,9 @@ class ExclusiveLock:
     # A thread may have died of an interrupt.
 
     def _is_wanted(self) -> bool:
-        return self._owner is not None and self._owner.is_alive()
+        # It is given back at any time where this thread does not hold `_changed`.
+        owner = self._owner
+        return owner is not None and owner.is_alive()
 
     def _sharing(self) -> list[str]:
         threads = [thread for thread in list(self._running) if thread is not self._owner]
@@ -269,11 +272,27 @@ class ExclusiveLock:
             )
 
 
+def run_once(function: Callable[[], T]) -> Callable[[], T]:
+    """Let a function run once: threads that come meanwhile wait, later ones find the result.
+
+    ``functools.cache`` alone calls it in each thread that comes before the first one is done.
+    """
+    first, turn = functools.cache(function), threading.RLock()
+
+    @functools.wraps(function)
+    def alone() -> T:
+        with turn:
+            return first()
+
+    # Without Python code once the result is there.
+    return functools.cache(alone)
+
+
 #: The lock of this process.
 lock = ExclusiveLock()
 
 
-@functools.cache
+@run_once
 def watch_process_state() -> None:
     """Let replicas change what is one for the process through the lock, from now on."""
     torch_internals.watch_process_state(lock.change, lock.changing)

@@ -46,6 +46,7 @@ import torch
 
 from dataparallel import devices as _devices
 from dataparallel import torch_internals
+from dataparallel.threads.exclusive import run_once
 
 #: The generator for draws on a device; None for the default one.
 Source: TypeAlias = Callable[[torch.device], "torch.Generator | None"]
@@ -207,7 +208,7 @@ def own_generator(device: torch.device) -> torch.Generator | None:
 _lock = threading.RLock()
 
 
-@functools.cache
+@run_once
 def _kernels() -> torch_internals.Kernels:
     """Kernels by which operations, and functions on states, use the source of their thread."""
     kernels = torch_internals.Kernels(_KEY_NAME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -83,7 +84,7 @@ class _MeasuredSpan(Span):
         began = time.thread_time()
         result = call(*args, **kwargs)
         # A call that takes longer waits busily, until there is room in the queue of a device.
-        self._timeline.seconds += _MEASURED * min(time.thread_time() - began, _LONGEST)
+        self._timeline.add_seconds(_MEASURED * min(time.thread_time() - began, _LONGEST))
         return result
 
 
@@ -111,6 +112,7 @@ class Timeline:
         self._num_spans = 0
         #: The last backward that has begun, by the engine's number.
         self._backward = -1
+        self._changing = threading.Lock()
         self.use_devices(devices, ())
 
     def use_devices(self, devices: Sequence[torch.device], kept: Sequence[int | None]) -> None:
@@ -157,7 +159,10 @@ class Timeline:
         task = torch_internals.current_graph_task_id()
         if task == self._backward:
             return
-        self._backward = task
+        with self._changing:
+            if task == self._backward:
+                return
+            self._backward = task
         span = self.span("backward")
         span.__enter__()
         # Not called if the backward fails: then there is no span either. The work that torch's
@@ -168,11 +173,18 @@ class Timeline:
 
     def subscribe(self, listener: Listener) -> None:
         """Call a listener from now on."""
-        self.listeners = (*self.listeners, listener)
+        with self._changing:
+            self.listeners = (*self.listeners, listener)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Call it no more, or one that equals it."""
-        self.listeners = tuple(one for one in self.listeners if one != listener)
+        with self._changing:
+            self.listeners = tuple(one for one in self.listeners if one != listener)
+
+    def add_seconds(self, seconds: float) -> None:
+        """Count processor seconds that spans have taken."""
+        with self._changing:
+            self.seconds += seconds
 
     def events(self, replicas: Sequence[int]) -> tuple[torch.Event | None, ...]:
         """Per replica an event that happens when its device has come this far; see Span."""

@@ -158,7 +158,7 @@ class Workers:
             thread = threading.Thread(target=_serve, args=(inbox, index), name=name, daemon=True)
             # First of all, so that a thread is told to end even if an interrupt comes right now.
             self._inboxes.append(inbox)
-            thread.start()
+            interpreter_end.start_thread(thread)
             self._threads.append(thread)
         for inbox in self._inboxes[:num_tasks]:
             inbox.put(call)
@@ -231,9 +231,10 @@ class WorkerPools:
 
     def close(self) -> None:
         """End the threads of all idle pools. A later call starts new ones."""
-        idle, self._idle = self._idle, []
-        for workers in idle:
-            workers.close()
+        # One at a time, since a call may take one meanwhile.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def __reduce__(self) -> tuple[type[WorkerPools], tuple[()]]:
         # Threads are not copied: the copy starts its own when it needs them.
