@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -34,7 +35,8 @@ def losses(printed: str) -> list[float]:
 
 
 def test_all_examples_are_tried() -> None:
-    elsewhere = {"notebook.ipynb", "train_digits.py", "parameter_server.py", "memory.py"}
+    elsewhere = {"notebook.ipynb", "kaggle.ipynb"}
+    elsewhere |= {"train_digits.py", "parameter_server.py", "memory.py"}
     there = {path.name for path in _EXAMPLES.iterdir() if path.is_file()}
     assert there == {*_SHORT, *_POOLS, *elsewhere}
     # One reads the first ones in a minute.
@@ -204,6 +206,60 @@ def test_the_notebook(run_cell: Callable[..., Any], tmp_path: pathlib.Path) -> N
     assert results[1]["text/plain"].startswith("equal: the wrapper computes what the bare module")
     assert "training steps of" in results[2]["text/plain"]
     assert (tmp_path / "net.pt").exists()
+
+
+@pytest.fixture
+def kaggle() -> list[str]:
+    """The code of the notebook for Kaggle, cell after cell."""
+    text = nbformat.read(_EXAMPLES / "kaggle.ipynb", as_version=4)
+    nbformat.validate(text)
+    assert "has not been run on Kaggle yet" in text.cells[0].source
+    cells = [cell for cell in text.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in cells), "it is kept without what a run has printed"
+    return [cell.source for cell in cells]
+
+
+@pytest.mark.slow
+def test_the_notebook_for_kaggle(run_cell: Callable[..., Any], kaggle: list[str]) -> None:
+    shown = [message for source in kaggle for message in run_cell(source)]
+    assert not [content["traceback"] for kind, content in shown if kind == "error"]
+    printed = "".join(content["text"] for kind, content in shown if kind == "stream")
+    assert "equal: the wrapper computes what the bare module does" in printed, printed
+    rows = re.findall(r"^(\w.{26})( +[\d.]+){5} +(\d\.\d{4})$", printed, re.MULTILINE)
+    names = [name.strip() for name, _, _ in rows]
+    assert names == [
+        "bare module, one GPU",
+        "dataparallel, one process",
+        "torch DDP, two processes",
+    ], printed
+    assert len({round(float(loss), 3) for _, _, loss in rows}) == 1, "all have trained the same"
+
+
+def test_the_notebook_for_kaggle_refuses_an_old_torch(
+    kaggle: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu126")
+    with pytest.raises(RuntimeError, match=r"torch 2\.10\.1.* needs 2\.11 .*\n.*pip install"):
+        exec(kaggle[0], {})
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_the_notebook_for_kaggle_installs_from_a_clone_and_leaves_torch_alone(
+    is_folder: bool, kaggle: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    if is_folder:
+        source.mkdir()
+        (source / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    exec(kaggle[1].replace("/kaggle/input/dataparallel", str(source)), {})
+    assert commands[-1][1:3] == ["-m", "pip"] and "--no-deps" in commands[-1]
+    assert commands[-1][-1] == "./clone" and (tmp_path / "clone").exists() == is_folder
+    cloned = [["git", "clone", "--depth", "1", str(source), "clone"]]
+    assert commands[:-1] == ([] if is_folder else cloned)
 
 
 # --- the digits ------------------------------------------------------------------------------
