@@ -327,6 +327,13 @@ def test_current_replica_is_that_of_the_innermost_call() -> None:
 # --- in turn ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any Python, the interpreter has its lock."""
+    monkeypatch.setattr(apply, "has_lock", lambda: True)
+
+
+@pytest.mark.usefixtures("locked")
 @pytest.mark.parametrize(
     ("at_once", "in_turn", "kept"), [(2.0, 1.0, True), (1.0, 2.0, False), (300.0, 1.0, False)]
 )
@@ -340,6 +347,20 @@ def test_both_ways_are_tried_and_the_faster_one_is_kept(
             pace.took((in_turn if ways[-1] else at_once) / 1000, in_turn=ways[-1])
     assert any(ways) == (at_once < 250) and ways[-3:] == [kept] * 3
     assert kept or sum(ways) <= 2, "what is clearly slower is tried no longer"
+
+
+def test_no_replica_waits_for_its_turn_until_an_import_turns_the_lock_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pace, ways, locked = apply.Pace(), list[bool](), False
+    monkeypatch.setattr(apply, "has_lock", lambda: locked)
+    for call in range(80):
+        locked = call >= 40
+        ways.append(pace.is_in_turn())
+        if pace.is_trial:
+            assert locked, "without the lock nothing is timed"
+            pace.took(0.001 if ways[-1] else 0.002, in_turn=ways[-1])
+    assert not any(ways[:40]) and all(ways[-3:])
 
 
 class _DeviceEvent:
@@ -358,6 +379,7 @@ class _DeviceEvent:
         return (later._at - self._at) * 1000
 
 
+@pytest.mark.usefixtures("locked")
 @pytest.mark.parametrize(
     ("at_once", "in_turn", "kept"),
     [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -99,6 +100,8 @@ _BEFORE_TRIAL, _PERIOD, _NUM_TRIED = 16, 1000, 5
 _LONG = 0.25
 # Times of devices that differ by less than this share are the same.
 _SAME = 0.05
+#: True if the interpreter has its lock, which an import may turn on.
+has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", functools.partial(bool, True))
 
 #: For each device events before and after the work that a call has queued there.
 Events: TypeAlias = Sequence[tuple[torch.Event, torch.Event]]
@@ -119,7 +122,8 @@ class Pace:
     If a module calls many small operators, the threads of its replicas mostly wait for the
     interpreter's lock, and hand it over at each operator. In turn they keep it. Backward needs the
     lock if code is compiled, or functions are written in Python. Nobody sees that in a module,
-    so the pace times some calls either way, and keeps the faster way.
+    so the pace times some calls either way, and keeps the faster way. Without the lock nobody has
+    to wait, and nothing is timed.
 
     Where replicas are on accelerators, the time of a call is that of the device that needs most,
     from the begin of the call on. It is read at a later call, when all of them have come so far.
@@ -139,6 +143,8 @@ class Pace:
 
     def is_in_turn(self) -> bool:
         """True if the next call runs in turn."""
+        if not has_lock():
+            return False
         if self._open:
             self._learn()
         self._num_calls += 1
