@@ -66,7 +66,7 @@ NO_SOURCES = {".ini", ".json", ".svg", ".typed", ".LICENSE"}
 #: The most lines of each room, in Python, C++, CUDA and the monitor's page. To raise one is a
 #: decision: the commit says what the lines are for, and why none go in their place.
 MOST_LINES = {
-    "tools": 11297,
+    "tools": 11314,
     "extras": 2950,
     "monitor": 3654,
     "parallel": 4920,

@@ -48,7 +48,7 @@ class Talkative(harness.Task):
         return {"step": [0.1] * steps if self.rank else [0.05] * (steps - 1) + [100.0]}
 
     def finish(self) -> dict[str, Any]:
-        return {"met": self.meeting_point}
+        return {"met": self.meeting_point, "lock": os.environ.get("PYTHON_GIL")}
 
 
 def teams(*names: str, kind: harness.Kind = "bare") -> list[Contestant]:
@@ -81,6 +81,15 @@ def test_contestants_take_turns_round_by_round(
         assert harness.measure("x", teams("ours"), 1, None)[0].steps == expected
     # The output of libraries must not mix with results.
     assert capfd.readouterr().out == ""
+
+
+def test_only_the_locked_contestant_starts_with_the_interpreters_lock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHON_GIL", raising=False)
+    plan = harness.plan_contestants(Talkative("ours", ()), [["cpu"]], ["locked", "bare"])
+    outcomes = harness.measure("x", plan, 1, 1)
+    assert [each.finished[0]["lock"] for each in outcomes] == [None, "1", None]
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -137,19 +146,19 @@ def train(
 
 
 def test_peers_are_planned_as_torch_has_them(train: Command) -> None:
-    words = "--cases deep --processes 2 --devices cpu,cpu,cpu --peers ddp,bare,cores,watched"
+    words = "--cases deep --processes 2 --devices cpu,cpu,cpu --peers ddp,bare,cores,watched,locked"
     _, _, result, contestants = train(words)
     cores = len(os.sched_getaffinity(0))
     # The batch of 64 is rounded down to equal parts.
     assert result["cases"][0]["title"] == "deep (60)"
     assert [each.title for each in contestants] == [
         *("our DDP 2x3", "torch DDP 6x1", "bare module"),
-        *(f"bare, {cores} threads", "our DDP 2x3, watched"),
+        *(f"bare, {cores} threads", "our DDP 2x3, watched", "our DDP 2x3, locked"),
     ]
     assert [[len(t.devices) for t in each.tasks] for each in contestants] == [
-        *([3, 3], [1] * 6, [1], [1], [3, 3])
+        *([3, 3], [1] * 6, [1], [1], [3, 3], [3, 3])
     ]
-    assert [each.tasks[0].threads for each in contestants] == [1, 1, 1, cores, 1]
+    assert [each.tasks[0].threads for each in contestants] == [1, 1, 1, cores, 1, 1]
     for each in contestants:
         assert {task.replicas for task in each.tasks} == {6}
         assert [task.rank for task in each.tasks] == list(range(len(each.tasks)))

@@ -53,6 +53,7 @@ def _add_train(subjects: Subparsers) -> None:
             "dataparallel bench train --processes 2 --devices cpu --peers ddp",
             "dataparallel bench train --devices cpu --cases deep --peers ddp",
             "dataparallel bench train --devices cpu,cpu --peers watched",
+            "dataparallel bench train --cases deep --peers locked,ddp",
             "dataparallel bench train --wrapper dp --peers bare --devices virtual:0,virtual:1",
             "dataparallel bench train --json results.json",
         ],
@@ -168,9 +169,10 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=count, default=1, metavar="P",
         help="processes of ours, each with all of --devices and its part of the batch; "
         "default: 1. torch DDP gets one process per replica")  # fmt: skip
-    add("--peers", type=names_in(("bare", "cores", "ddp", "watched")), default=None, metavar="LIST",
+    peers = names_in(("bare", "cores", "ddp", "watched", "locked"))
+    add("--peers", type=peers, default=None, metavar="LIST",
         help="whom to compare with: bare, cores (bare with all cores as intra-op threads), ddp, "
-        "watched (ours with a StepMonitor); default: bare,cores,ddp on the CPU, bare on virtual "
-        "devices, else bare,ddp")  # fmt: skip
+        "watched (ours with a StepMonitor), locked (ours with the lock of a free-threaded Python); "
+        "default: bare,cores,ddp on the CPU, bare on virtual devices, else bare,ddp")  # fmt: skip
     add("--threads-per-replica", type=count, default=1, metavar="N",
         help="intra-op threads of each replica, and of bare; default: 1")  # fmt: skip

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol
@@ -36,6 +36,8 @@ _TIMEOUT = 300.0
 _context: Any = multiprocessing.get_context("spawn")
 #: Seconds that a contestant's turn should last where the number of steps is not given.
 _TURN = 0.5
+#: Python's variable: 1 turns the interpreter's lock on, and 0 off.
+_LOCK = "PYTHON_GIL"
 
 
 # --- who takes part ----------------------------------------------------------------------------
@@ -53,6 +55,7 @@ class Task:
         replicas: Into how many parts the whole batch is divided, over all processes.
         threads: Intra-op threads per replica.
         wrapper: The wrapper of ours that takes part.
+        locked: True to turn the interpreter's lock on, where a free-threaded Python has it off.
         rank: Index of the process within the contestant.
         world_size: Number of processes of the contestant.
         meeting_point: File through which the processes of one contestant find each other; the
@@ -64,6 +67,7 @@ class Task:
     replicas: int = 1
     threads: int = 1
     wrapper: Literal["dp", "ddp", "captured"] = "ddp"
+    locked: bool = False
     rank: int = 0
     world_size: int = 1
     meeting_point: str = ""
@@ -101,11 +105,11 @@ def team_of(
 def plan_contestants(
     task: Task, devices: Sequence[Sequence[str]], peers: Sequence[str]
 ) -> tuple[Contestant, ...]:
-    """Ours, then the peers ``"bare"``, ``"cores"``, ``"ddp"``, ``"watched"`` in the order given.
+    """Ours, then the peers, ``"bare"``, ``"cores"``, ``"ddp"``, ``"watched"`` and ``"locked"``.
 
     Each of our processes has equally many devices, one per replica. torch DDP gets as many
     processes as there are replicas, each with the device of one. ``"cores"`` is the bare module
-    with all usable cores as intra-op threads.
+    with all usable cores as intra-op threads; ``"locked"`` is ours with the interpreter's lock.
     """
     of_replicas = [device for each in devices for device in each]
     task = dataclasses.replace(task, replicas=len(of_replicas))
@@ -114,7 +118,9 @@ def plan_contestants(
     title = f"{name} {len(devices)}x{len(devices[0])}"
     alone = [[device] for device in of_replicas]
     whole = dataclasses.replace(task, threads=usable_cores())
+    locked = dataclasses.replace(task, locked=True)
     known = {
+        "locked": team_of(locked, "ours", devices, "locked", f"{title}, locked"),
         "watched": team_of(task, "watched", devices, "watched", f"{title}, watched"),
         "bare": team_of(task, "bare", alone[:1], "bare", "bare module"),
         "cores": team_of(whole, "bare", alone[:1], "cores", f"bare, {whole.threads} threads"),
@@ -161,6 +167,20 @@ def _work(requests: Connection, task: Task) -> None:
         requests.send(traceback.format_exc())
 
 
+@contextlib.contextmanager
+def _environment(task: Task) -> Iterator[None]:
+    """Within it, a process starts as the task wants its interpreter."""
+    before = os.environ.get(_LOCK)
+    try:
+        if task.locked:
+            os.environ[_LOCK] = "1"
+        yield
+    finally:
+        os.environ.pop(_LOCK, None)
+        if before is not None:
+            os.environ[_LOCK] = before
+
+
 class Team:
     """The worker processes of one contestant, directed as one."""
 
@@ -173,7 +193,8 @@ class Team:
             task = dataclasses.replace(task, meeting_point=meeting_point)
             requests, end = _context.Pipe()
             process = _context.Process(target=_work, args=(end, task), daemon=True)
-            process.start()
+            with _environment(task):
+                process.start()
             # If the process has no more of it, this side sees the end.
             end.close()
             self._workers.append((process, requests))
