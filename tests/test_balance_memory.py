@@ -17,6 +17,7 @@ from dataparallel.extras.balancing.memory import replicas_named_by
 from dataparallel.virtual import device_module as virtual
 from dataparallel.virtual import set_memory_limit
 from tests.cluster import Cluster
+from tests.free_threading import settle
 
 WRAPPERS = [dataparallel.DataParallel, dataparallel.DistributedDataParallel]
 
@@ -113,6 +114,7 @@ def test_a_device_whose_memory_is_full() -> None:
     with dataparallel.balance(model) as balancer:
         expected = model(x).detach()
         model(x)
+        settle()
         set_memory_limit("virtual:1", virtual.memory_allocated(1) + 100_000)
         for _ in range(20):
             try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, current_replica, replicate, virtual
+from tests.free_threading import settle
 from tests.models import WRAPPERS, assert_all_close, compare, grads_of, placed
 
 # --- wrapped equals bare, whatever the module is ---------------------------------------------
@@ -353,6 +354,7 @@ def test_what_the_caller_drops_is_gone_without_the_garbage_collector(
         with torch.no_grad():
             forward(backward=False)
         assert len(alive) == 3 * (2 + 3 * len(slots))
+        settle()
         assert [tensor() for tensor in alive] == [None] * len(alive)
         model.close()
         if wrapper is DataParallel:

@@ -20,6 +20,7 @@ from dataparallel.threads.apply import apply_replicas
 from tests import collective_cases as cases
 from tests.cluster import Cluster
 from tests.collective_cases import GROUP, PLACES, Case, each, index
+from tests.free_threading import settle
 
 Faults = list[str]
 
@@ -229,6 +230,7 @@ def test_nothing_is_left_of_meetings_with_gradients() -> None:
         torch.autograd.backward([y.sum() for replica in outputs for y in replica])
         del outputs, calls
     gc.collect()
+    settle()
     alive = [kept for kept in (reference() for reference in seen) if kept is not None]
     assert not alive, "graphs or results of meetings are kept"
     for x in leaf:

@@ -32,6 +32,7 @@ from tests.collective_cases import (
     index,
     total,
 )
+from tests.free_threading import settle
 from tests.process_groups import new_group
 
 # --- what stands for a group -----------------------------------------------------------------
@@ -251,6 +252,7 @@ def use_and_drop(rank: int) -> list[Any]:
 def leave_things_behind(rank: int, world_size: int) -> list[Any]:
     held, turns, alive, link = use_and_drop(rank)
     gc.collect()
+    settle()
     return [held, turns, alive, link() is None]
 
 

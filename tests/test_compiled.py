@@ -615,7 +615,8 @@ def test_other_threads_go_on_while_a_kernel_runs(
         sys.setswitchinterval(interval)
         ended.set()
         watcher.join()
-    assert bool(seen) == runs_beside
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    assert bool(seen) == (runs_beside or not has_lock)
 
 
 # --- failures ------------------------------------------------------------------------------------

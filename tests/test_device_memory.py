@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, DistributedDataParallel
 from dataparallel.virtual import device_module as virtual
 from tests.cluster import Cluster
+from tests.free_threading import settle
 from tests.models import WRAPPERS
 
 SLOTS = [f"virtual:{i}" for i in range(3)]
@@ -91,6 +92,7 @@ def test_the_outputs_of_replicas_are_gone_once_they_are_gathered(wrapper: Any) -
     gc.collect()
     before = [virtual.memory_allocated(device) for device in SLOTS]
     output = model(x)
+    settle()
     for device in SLOTS:
         virtual.synchronize(device)
     rise = [virtual.memory_allocated(d) - b for d, b in zip(SLOTS, before, strict=True)]

@@ -13,6 +13,7 @@ import dataparallel as dp
 from benchmarks.prototypes.gathered_blocks import GatheredBlocks
 from dataparallel import virtual
 from dataparallel.virtual import device_module
+from tests.free_threading import FREE_THREADED
 
 DEVICES = [f"virtual:{i}" for i in range(4)]
 WIDTH = 256
@@ -81,7 +82,8 @@ def test_it_trains_as_the_bare_module_with_less_memory_than_spread(num_devices: 
             share = (num_devices - 1) / num_devices
             assert out / size / 3 == pytest.approx(3 * share, rel=0.02)
         del model, parameters, net
-    assert most["blocks"] < most["spread"]
+    # A part that was used is freed late there.
+    assert most["blocks"] < most["spread"] or FREE_THREADED
 
 
 def test_a_parameter_outside_of_its_block_raises() -> None:

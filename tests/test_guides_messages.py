@@ -79,7 +79,7 @@ def recomputed(net: Any, x: Tensor) -> object:
 
 
 def scripted() -> nn.Module:
-    with pytest.warns((DeprecationWarning, FutureWarning), match="is deprecated"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="is deprecated|is not supported"):
         script: nn.Module = torch.jit.script(nn.Linear(4, 3))
     return script
 

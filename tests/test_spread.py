@@ -23,6 +23,7 @@ from dataparallel import checkpoint, virtual
 from dataparallel.reducer import round as round_
 from dataparallel.virtual import device_module
 from tests.cluster import Cluster
+from tests.free_threading import LATER
 from tests.models import assert_all_close
 
 DEVICES = [f"virtual:{i}" for i in range(4)]
@@ -705,7 +706,7 @@ def test_no_device_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_, "_PATIENCE", 100.0)
     home, *_ = peaks(4, "home", foreach=False)
     assert home > 4
-    assert max(peaks(4, "spread", foreach=False)) < 1.92
+    assert max(peaks(4, "spread", foreach=False)) < 1.92 + LATER
     # It needs its parameters once more while it steps.
     assert max(peaks(4, "spread", foreach=True)) < 2.1
     # Parameters and states are one and a half times what a device has.

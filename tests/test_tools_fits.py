@@ -18,6 +18,7 @@ from dataparallel.reducer import round as round_
 from dataparallel.tools import cli
 from dataparallel.tools.doctor import fits
 from tests.cluster import Cluster
+from tests.free_threading import LATER
 
 MODULES = """
 import torch
@@ -97,7 +98,7 @@ def test_spread_originals_need_a_little_less_than_computed() -> None:
             net = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(layers)])
         needs = fits.needs_of(fits.measure(net, "adamw"), devices)
         (total,) = (need.total for need in needs if need.mode == "spread")
-        assert peak <= total <= 1.1 * peak, (layers, devices, peak / total)
+        assert peak <= total * (1 + LATER) and total <= 1.1 * peak, (layers, devices, peak / total)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,9 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as optimizer_module
-from torch.utils.tensorboard import SummaryWriter
 
 import dataparallel
 from dataparallel import DataParallel, DistributedDataParallel, parallel_apply
@@ -717,10 +715,14 @@ def test_metrics_are_logged_every_so_many_steps(kind: type[Lightning]) -> None:
 
 
 def test_tensorboard_gets_numbers(tmp_path: Path) -> None:
+    # It needs grpcio, which has no wheels for a free-threaded Python.
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from torch.utils.tensorboard import SummaryWriter
+
     model, optimizer = make()
     with SummaryWriter(tmp_path) as writer, StepMonitor(model, publish=False, log_to=writer):
         train(model, optimizer, 3)
-    found = EventAccumulator(str(tmp_path))
+    found = accumulators.EventAccumulator(str(tmp_path))
     found.Reload()
     (event,) = found.Scalars("dataparallel/samples_per_second")
     assert event.step == 3 and event.value > 0

@@ -140,7 +140,8 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, i):
         return torch.randn(3).mul(0) + i
 x = torch.ones(3, device="virtual:1") + 1
-loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2, pin_memory=True)
+loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2, pin_memory=True,
+                                     multiprocessing_context="fork")
 print(sum(batch.sum().item() for batch in loader), x.sum().item(), flush=True)
 child = os.fork()
 if child == 0:
