@@ -65,7 +65,7 @@ print(x.tolist(), sorted({m.split(".")[1] for m in ours}))
         PATH="",
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "[2.0, 2.0] ['kernels', 'torch_internals', 'virtual']\n"
+    assert done.stdout == "[2.0, 2.0] ['errors', 'kernels', 'torch_internals', 'virtual']\n"
 
 
 def test_what_cannot_be_enabled_leaves_the_process_usable(tmp_path: Path) -> None:
