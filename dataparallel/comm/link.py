@@ -41,10 +41,9 @@ that control and buckets go through the same link.
 Note [The thread that ends a group]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 The end of a group waits for what its processes have begun, so a thread of its own ends it. In
-free-threaded Python each thread counts its own references. An object whose last reference another
-thread drops goes back to the thread that has made it, and that one would wait. A collection of
-garbage adds up the counts, and our thread holds the last reference after it: to the group, and
-after another one, to each backend that the group held.
+free-threaded Python an object whose last reference another thread drops goes back to the thread
+that has made it, and that one would wait. It is freed at once where its maker is gone, so there a
+thread that ends makes the group.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ import concurrent.futures
 import contextlib
 import datetime
 import functools
-import gc
 import json
 import sys
 import threading
@@ -212,7 +210,13 @@ class ProcessLink:
         # Two wrappers have links for one purpose, and may wait for each other.
         self._purpose = purpose if number == 1 else f"{purpose} {number}"
         try:
-            self._holder = [_make_group(parent, self.name, self.timeout)]
+            make = functools.partial(_make_group, parent, self.name, self.timeout)
+            if _FREE_THREADED:
+                # See Note [The thread that ends a group].
+                with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                    self._holder = [thread.submit(make).result()]
+            else:
+                self._holder = [make()]
         except RuntimeError as error:
             text = f"rank {dist.get_rank()} could not connect to {name_ranks(self._failures.ranks)}"
             lost = CollectiveError(f"{text} for {self.name!r}: {error}")
@@ -551,11 +555,9 @@ def _release(
 
     def release() -> None:
         group = holder.pop()
-        devices = torch_internals.group_devices(group)
-        held = [group, *(torch_internals.group_backend(group, device) for device in devices)]
         # Otherwise the user has destroyed all groups already, or does so just now.
         if torch_internals.is_registered(group):
-            for device in devices if aborts else ():
+            for device in torch_internals.group_devices(group) if aborts else ():
                 # Destroying waits for kernels on the device, which wait for processes that will
                 # not come. On the host it ends waits by closing connections.
                 if _devices.is_accelerator(device):
@@ -563,11 +565,5 @@ def _release(
                         torch_internals.group_backend(group, device).abort()
             with contextlib.suppress(KeyError, ValueError):
                 dist.destroy_process_group(group)
-        del group
-        while held:
-            if _FREE_THREADED:
-                # See Note [The thread that ends a group].
-                gc.collect()
-            del held[0]
 
     interpreter_end.run_beside(release, "dataparallel-release").join(seconds)
