@@ -108,7 +108,8 @@ py::list entries_of(const std::vector<Note>& notes) {
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+// No function relies on the interpreter's lock: docs/free_threading.md says what guards each state.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m, py::mod_gil_not_used()) {
   m.def("autograd_has_started", &autograd_has_started);
   m.def("initialize", &initialize);
   m.def("device_count", [] { return static_cast<int>(device_count()); });

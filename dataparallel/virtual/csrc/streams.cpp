@@ -233,9 +233,9 @@ Graph::~Graph() {
 }
 
 void Graph::end() {
-  if (stream_ != nullptr) {
-    stream_->capture(nullptr);
-    stream_ = nullptr;
+  // One of several threads ends it.
+  if (Stream* stream = stream_.exchange(nullptr)) {
+    stream->capture(nullptr);
     count_captures(-1);
   }
 }

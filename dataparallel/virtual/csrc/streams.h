@@ -140,8 +140,8 @@ class Graph {
 
  private:
   std::mutex mutex_;
-  Stream* stream_ = nullptr;
-  c10::DeviceIndex device_ = 0;
+  std::atomic<Stream*> stream_{nullptr};
+  std::atomic<c10::DeviceIndex> device_{0};
   std::vector<std::shared_ptr<Task>> tasks_;
   Accesses accesses_;
   std::vector<Note> notes_;
