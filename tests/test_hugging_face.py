@@ -447,7 +447,7 @@ def test_what_trainer_refuses(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
         train(wrapper, tmp_path, Trainer, classes, label_names=["labels"])
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "dataparallel.extras.hugging_face")
-    with pytest.raises(ImportError, match=r"'transformers'.*dataparallel\[trainer\]"):
+    with pytest.raises(ImportError, match=r"'transformers'.*\[trainer\]"):
         importlib.import_module("dataparallel.extras.hugging_face")
 
 

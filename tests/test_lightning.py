@@ -236,7 +236,7 @@ def test_the_other_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     assert issubclass(chosen, other.strategies.SingleDeviceStrategy)
     monkeypatch.setitem(sys.modules, "pytorch_lightning.strategies", None)
     monkeypatch.delitem(sys.modules, "dataparallel.extras.lightning")
-    with pytest.raises(ImportError, match=r"'pytorch_lightning.*dataparallel\[lightning\]"):
+    with pytest.raises(ImportError, match=r"'pytorch_lightning.*\[lightning\]"):
         importlib.import_module("dataparallel.extras.lightning")
 
 
