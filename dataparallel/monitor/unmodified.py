@@ -2,13 +2,15 @@
 
 For ``dataparallel monitor run``, Python imports a module ``sitecustomize`` when it starts. That of
 the command imports this file and waits until torch is imported and an optimizer makes its first
-step. Then a StepMonitor watches that optimizer, and so the modules whose parameters it steps, in
-that very thread. A notebook says ``%load_ext dataparallel.monitor`` instead.
+step. Then a StepMonitor watches the wrapper of this package whose parameters it steps. If there is
+none, it watches the optimizer, and so the modules of its parameters, in that very thread. A
+notebook says ``%load_ext dataparallel.monitor`` instead.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.abc
 import importlib.util
 import sys
@@ -112,10 +114,22 @@ class _Watch:
                 monitor.__exit__(None, None, None)
             # The program may have a monitor of its own.
             if not num_watching():
-                self.monitor, self._optimizer = StepMonitor(optimizer), optimizer
+                self.monitor, self._optimizer = StepMonitor(_stepped_by(optimizer)), optimizer
                 self.monitor.__enter__()
         except Exception as error:
             print(f"dataparallel: this program cannot be watched: {error}", file=sys.stderr)
+
+
+def _stepped_by(optimizer: Optimizer) -> Any:
+    """Return the wrapper of the parameters that an optimizer steps, or else the optimizer."""
+    from dataparallel.parallel.data_parallel import DataParallel
+
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # Asking an object for its class may run code of a program's own.
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DataParallel)]
+    of_these = [each for each in wrappers if not stepped.isdisjoint(map(id, each.parameters()))]
+    # Of several, as where a cell of a notebook has run again, the last one.
+    return max(of_these, key=lambda each: each.timeline.number, default=optimizer)
 
 
 def begin() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -102,11 +103,16 @@ class Listener(NamedTuple):
 NO_SPAN: AbstractContextManager[object] = contextlib.nullcontext()
 
 
+_numbers = itertools.count()
+
+
 class Timeline:
     """The phases of the parts of one wrapper. See Note [Phases of a replica]."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.listeners: tuple[Listener, ...] = ()
+        #: Greater than that of each timeline before.
+        self.number = next(_numbers)
         #: Processor seconds that spans have taken, of which some are measured.
         self.seconds = 0.0
         self._num_spans = 0

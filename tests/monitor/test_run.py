@@ -125,6 +125,26 @@ def test_a_program_with_a_monitor_of_its_own_is_watched_once(tmp_path: Path) -> 
     assert "Linear" in report and "optimizer of SGD" not in report
 
 
+@pytest.mark.parametrize("wrapper", ["DataParallel", "DistributedDataParallel"])
+def test_replicas_of_a_wrapper_are_seen(wrapper: str, tmp_path: Path) -> None:
+    wrap = f"dataparallel.{wrapper}(model, ['cpu', 'cpu'])"
+    # As where a cell of a notebook has run again.
+    twice = f"import dataparallel\nfirst, model = {wrap}, {wrap}\n"
+    text = TRAINING.replace("optimizer = ", f"{twice}optimizer = ", 1)
+    (tmp_path / "train.py").write_text(text)
+    program = started(tmp_path, sys.executable, "train.py")
+    while not has_seen(tmp_path):
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.05)
+    (tmp_path / "end").touch()
+    _, report = program.communicate()
+    assert program.returncode == 3 and wrapper in report
+    samples = read_recording(tmp_path / "run.jsonl").samples
+    (run,) = [one.runs for one in samples if one.runs][-1]
+    assert run.last is not None
+    assert [replica.samples for replica in run.last.replicas] == [2, 2]
+
+
 def test_ctrl_c_and_an_end_from_outside_reach_the_program(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINING)
     program = started(tmp_path, sys.executable, "train.py")
