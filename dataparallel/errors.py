@@ -129,10 +129,11 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "dataparallel":
+        package = (error.name or "").split(".")[0]
+        if package == "dataparallel":
             raise
         raise ImportError(
-            f"this needs the package {error.name!r}, which is not installed; "
+            f"this needs the package {package!r}, which is not installed; "
             f"install it with: {install_command(extra)}",
             name=error.name,
         ) from error

@@ -383,6 +383,12 @@ def test_derivatives_over_devices(slots: list[str], samples: int) -> None:
     assert_same(model, known[0], x, (y,))
 
 
+def test_a_class_in_place_of_a_criterion() -> None:
+    model = DataParallel(nn.Linear(3, 2), ["cpu", "cpu"])
+    with pytest.raises(TypeError, match=r"the class CrossEntropyLoss, .* pass CrossEntropyLoss\("):
+        model.loss(nn.CrossEntropyLoss, torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+
+
 def test_targets_whose_classes_weigh_nothing(slots: list[str]) -> None:
     weight = torch.ones(CLASSES, dtype=torch.float64)
     weight[0] = 0

@@ -200,6 +200,14 @@ def test_nobody_is_told_to_install_this_from_an_index() -> None:
                     assert "@" in line or not re.search(r"""install ["']dataparallel""", line), file
 
 
+def test_checkpoints_without_safetensors_name_their_extra() -> None:
+    code = "import sys; sys.modules['safetensors'] = None; from dataparallel import checkpoint"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("ImportError: this needs the package 'safetensors'"), done.stderr
+    assert "[checkpoint]" in told
+
+
 def test_a_missing_package_is_explained_by_its_extra_and_a_fault_of_our_own_is_not() -> None:
     with (
         pytest.raises(ImportError, match=r"'package_that_does_not_exist', .*\[tools\]"),

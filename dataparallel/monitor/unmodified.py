@@ -128,7 +128,7 @@ def _stepped_by(optimizer: Optimizer) -> Any:
     # Asking an object for its class may run code of a program's own.
     wrappers = [each for each in gc.get_objects() if issubclass(type(each), DataParallel)]
     of_these = [each for each in wrappers if not stepped.isdisjoint(map(id, each.parameters()))]
-    # Of several, as where a cell of a notebook has run again, the last one.
+    # The last one of several, as where a cell of a notebook has run again.
     return max(of_these, key=lambda each: each.timeline.number, default=optimizer)
 
 

@@ -169,6 +169,9 @@ class Loss:
         device: torch.device,
     ) -> None:
         name, rule = _name_of(criterion), _rule_of(criterion)
+        if isinstance(criterion, type):
+            name = criterion.__name__
+            raise TypeError(f"the criterion is the class {name}, not an object; pass {name}(...)")
         self.criterion, self._rule, self._weight, self._dim = criterion, rule, weight, dim
         self._device = device
         #: The criterion as a module, whose clones replicas want; None for a function.
