@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         archive, log = pathlib.Path(folder, "sources.tar"), pathlib.Path(f"{target}.log")
         print(f"downloading {url}", flush=True)
-        archive.write_bytes(urllib.request.urlopen(url, timeout=60).read())
+        with urllib.request.urlopen(url, timeout=60) as response:
+            archive.write_bytes(response.read())
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != checksum:
             print(f"the archive has the checksum {found}, not {checksum}")
