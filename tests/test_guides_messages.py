@@ -6,6 +6,8 @@ import ast
 import logging
 import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -130,13 +132,15 @@ RAISED: dict[str, Callable[[nn.Module, Tensor], object]] = {
     ),
     "KeyError: 'virtual'": lambda net, x: on_virtual(torch.compile(net))(x),  # type: ignore[arg-type]
 }
+# Where Python takes the folder of the clone for the package.
+CLONE = "module 'dataparallel' has no attribute"
 INTERFACE = "Unable to find address for"
 
 
 def test_every_quoted_message_is_ours_or_raised_below() -> None:
     ours = "\n".join(text.replace("\n", " ") for text in texts())
     others = {message for message in quoted() if not re.search(pattern(message), ours)}
-    assert others <= {*RAISED, INTERFACE}
+    assert others <= {*RAISED, INTERFACE, CLONE}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -154,6 +158,16 @@ def test_an_interface_that_does_not_exist(
         torch.distributed.init_process_group(
             "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store"
         )
+
+
+def test_a_script_beside_the_clone(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "dataparallel" / "dataparallel").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("import dataparallel as dp\n\ndp.DataParallel\n")
+    # -S as with an editable installation, whose finder comes after the script's folder.
+    ran = subprocess.run(
+        [sys.executable, "-S", "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert CLONE in ran.stderr
 
 
 @pytest.mark.usefixtures("no_accelerator")

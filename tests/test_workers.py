@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -84,6 +85,16 @@ def test_the_end_of_a_pool_is_that_of_its_threads(drop: Callable[[Any], object])
     drop(holder)
     gc.collect()
     assert wait_until(lambda: not any(thread.is_alive() for thread in started))
+
+
+def test_the_end_of_a_pool_is_nothing_that_an_interrupt_can_stop() -> None:
+    """The collector may run in a replica, in which Ctrl-C would be raised inside a finalizer."""
+    holder, called = [WorkerPools()], list[str]()
+    run(holder[0], int, int)
+    sys.settrace(lambda frame, *_: called.append(frame.f_code.co_name))
+    holder.clear()
+    sys.settrace(None)
+    assert not called
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -1,8 +1,8 @@
 """Persistent worker threads, one per replica.
 
-A worker thread holds its inbox and nothing else: not the pool, and between two calls no task and
-no result. So a pool that nobody uses is collected, and its finalizer ends the threads. The threads
-are daemons: a replica that never returns cannot keep the interpreter from exiting.
+A worker thread holds its inbox and a weak reference to the pool, and between two calls no task and
+no result. So a pool that nobody uses is collected, which ends its threads. The threads are daemons:
+a replica that never returns cannot keep the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import contextlib
 import ctypes
 import os
 import queue
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -116,15 +116,16 @@ class _Call:
 
 # --- a pool ----------------------------------------------------------------------------------
 
-_Inbox: TypeAlias = "queue.SimpleQueue[_Call | None]"
+# Anything but a call ends the thread.
+_Inbox: TypeAlias = "queue.SimpleQueue[_Call | weakref.ref[Workers] | None]"
 
 
-def _serve(inbox: _Inbox, index: int) -> None:
+def _serve(inbox: _Inbox, index: int, _: weakref.ref[Workers]) -> None:
     # The system cuts it after 15 characters.
     torch_internals.set_thread_name(f"replica-{index}")
     # An interrupt that comes when the task has just ended has nothing left to stop.
     with contextlib.suppress(Interrupted):
-        while (call := inbox.get()) is not None:
+        while isinstance(call := inbox.get(), _Call):
             call.execute(index)
             del call
 
@@ -145,17 +146,14 @@ class Workers:
             if join and thread is not threading.current_thread():
                 thread.join(_JOIN_TIMEOUT)
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the end others may still use them, see Note [Threads at the end], and globals are gone.
-        if not is_finalizing():
-            self.close()
-
     def start(self, call: _Call, num_tasks: int) -> None:
         """Let each thread run its task."""
         for index in range(len(self._threads), num_tasks):
             inbox: _Inbox = queue.SimpleQueue()
+            # No finalizer in Python: a pool may be collected in a replica that is interrupted.
+            args = (inbox, index, weakref.ref(self, inbox.put))
             name = f"dataparallel-replica-{index}"
-            thread = threading.Thread(target=_serve, args=(inbox, index), name=name, daemon=True)
+            thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
             # First of all, so that a thread is told to end even if an interrupt comes right now.
             self._inboxes.append(inbox)
             interpreter_end.start_thread(thread)
