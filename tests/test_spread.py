@@ -156,6 +156,23 @@ def test_an_optimizer_with_a_state_goes_on(
     model.close()
 
 
+@pytest.mark.parametrize("wrapper", [dp.DataParallel, dp.DistributedDataParallel])
+@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS[2:5])
+def test_originals_at_home_that_leave_the_host(wrapper: Any, kind: Any, arguments: Any) -> None:
+    """The state of an optimizer goes along, as that of a checkpoint that was loaded before."""
+    net = Net().eval()
+    bare = copy.deepcopy(net)
+    ours, plain = (kind(n.parameters(), **arguments) for n in (net, bare))
+    model: Any = net
+    for step in range(4):
+        if step == 2:
+            model = wrapper(net, DEVICES[:2])
+        for called, module, optimizer in ((model, net, ours), (bare, bare, plain)):
+            losses(called, module, optimizer, step)
+            optimizer.step()
+        assert_close(net, bare)
+
+
 @pytest.mark.parametrize("options", [{"capturable": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_a_way_to_step_of_accelerators(num_devices: int, options: dict[str, Any]) -> None:
@@ -881,6 +898,41 @@ def test_a_state_is_where_its_optimizer_wants_it(place: str | None, home: str) -
                 model.gather_originals()
             optimizer.step()
         assert_close(net, bare)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_state_that_is_spread_by_itself_stays_where_it_is(kind: Any) -> None:
+    """The shards of its optimizer are not the owners of the parameters."""
+    net = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), *[nn.Linear(8, 8) for _ in range(30)])
+    bare = copy.deepcopy(net)
+    model = wrap(net, 3)
+    ours = dp.ShardedOptimizer(kind, model, lr=0.01)
+    plain = kind(bare.parameters(), lr=0.01)
+    assert any(ours.device_of(p) != p.device for p in net.parameters())
+    for step in range(4):
+        for wrapper, optimizer in ((model, ours), (bare, plain)):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            wrapper(x).square().mean().backward()
+            optimizer.step()
+        if step == 2:
+            model.gather_originals()
+    assert_close(net, bare)
+
+
+def test_models_that_are_gone_move_no_state() -> None:
+    """Parameters of a later model have the ids of theirs."""
+    for _ in range(5):
+        gone = wrap(Net().eval(), 3)
+        gone(batch(0)[0].to(DEVICES[0])).sum().backward()
+        gone.close()
+        del gone
+        gc.collect()
+        net = Net().eval().to(DEVICES[0])
+        model = dp.DataParallel(net, DEVICES[:3])
+        optimizer = dp.ShardedOptimizer(torch.optim.Adagrad, model)
+        losses(model, net, optimizer, 0)
+        optimizer.step()
 
 
 def test_verification() -> None:

@@ -57,7 +57,7 @@ from dataparallel.comm.routes import has_links
 from dataparallel.devices import DeviceLike, is_capturing, parse_devices
 from dataparallel.errors import listed
 from dataparallel.graph.functions import connect
-from dataparallel.replicas.spread import leave_cpu, was_spread
+from dataparallel.replicas.spread import note_move, was_spread
 from dataparallel.replicas.values import ReplicaParameters, Sharing, Values, mark_as_parameters
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ def is_model_parallel(module: nn.Module) -> bool:
 def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Move a module to its first device: from the CPU, and, if it is the only one, from anywhere.
 
-    Parameters stay the objects that they are, so an optimizer made before goes on with them. A
-    tensor on another accelerator is left there, for :func:`check_placement` to refuse.
+    Parameters stay the objects that they are, so an optimizer made before goes on with them, and
+    its state follows. A tensor on another accelerator is left there, for :func:`check_placement`.
     """
     there = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     first = devices[0]
@@ -239,7 +239,7 @@ def place(module: nn.Module, devices: Sequence[torch.device]) -> None:
         return
     # Else an optimizer would go on with parameters that nobody uses.
     keeps = torch_internals.takes_memory_of(torch.empty(0), torch.empty(0, device=first))
-    leave_cpu(module.parameters())
+    note_move(module)
     with torch_internals.parameters_kept(not keeps):
         module.to(first)
     _log.info(

@@ -17,12 +17,11 @@ Parameters whose memory overlaps move together. Those of a class that holds othe
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,15 +39,14 @@ _log = logging.getLogger("dataparallel")
 # Small parameters that follow each other have one owner, up to this part of an owner's share.
 _PARTS_PER_OWNER = 16
 
-# The ids of parameters that were given an owner, and the number of moves so far. The id of one that
-# is no more does no harm here, and torch could not swap what is in one with a weak reference.
-_placed: set[int] = set()
+# Moves so far, and of each module that was moved the number of those before it left the CPU; -1: it
+# never did. Not of its parameters: torch cannot swap what is in one with a weak reference, and a
+# later one may have the id of one that is no more.
 _num_moves = 0
+_moved = weakref.WeakKeyDictionary[nn.Module, int]()
 _moving = threading.Lock()
-# By the id of a parameter that was moved from the CPU, the number of moves at that time.
-_left_cpu: dict[int, int] = {}
-# Per optimizer the number of moves that it has followed, and true if it is on several devices.
-_known: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+# Per optimizer the number of moves that it has followed, and the devices of its parameters.
+_known = weakref.WeakKeyDictionary[Optimizer, tuple[int, set[torch.device]]]()
 
 
 # --- owners --------------------------------------------------------------------------------------
@@ -150,6 +148,7 @@ def lay_out(
     module: nn.Module, parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]
 ) -> int:
     """Move all parameters of a module in place, and refuse calls of it; returns how many moved."""
+    note_move(module)
     moved = move(parameters, targets)
     if len(set(targets)) > 1 and not was_spread(module):
         module.register_forward_pre_hook(refuse_alone, prepend=True)
@@ -166,6 +165,7 @@ def gather(module: nn.Module, device: torch.device) -> None:
             f"parameters on {parameters[0].device} cannot be moved to {device} in place; name "
             "another device of the wrapper, or move a copy: copy.deepcopy(model.module).to(...)"
         )
+    note_move(module)
     move(parameters, [device] * len(parameters))
 
 
@@ -182,16 +182,24 @@ def num_moves() -> int:
     return _num_moves
 
 
+def note_move(module: nn.Module) -> None:
+    """Note that parameters of a module are about to move; the states of optimizers will follow."""
+    global _num_moves
+    on_host = not all(is_accelerator(parameter.device) for parameter in module.parameters())
+    with _moving:
+        if not _num_moves:
+            register_optimizer_step_pre_hook(_before_step)
+        _moved[module] = _num_moves if on_host else _moved.get(module, -1)
+        _num_moves += 1
+
+
 def move(parameters: Sequence[torch.Tensor], targets: Sequence[torch.device]) -> int:
     """Move parameters in place, with their gradients; return how many had to move."""
     global _num_moves
     pairs = list(zip(parameters, targets, strict=True))
     due = {i for i, (parameter, target) in enumerate(pairs) if parameter.device != target}
     with _moving:
-        _watch_optimizers()
-        leave_cpu(parameters)
         _num_moves += 1
-    _placed.update(map(id, parameters))
     for unit in _units(parameters) if due else ():
         members, target = [parameters[i] for i in unit], targets[unit[0]]
         if due.isdisjoint(unit):
@@ -234,27 +242,24 @@ def refuse_alone(module: nn.Module, _: Any) -> None:
         )
 
 
-def leave_cpu(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that those on the CPU leave it; states that optimizers have there now go along."""
-    _left_cpu.update((id(p), _num_moves) for p in parameters if not is_accelerator(p.device))
-
-
 # --- optimizers ----------------------------------------------------------------------------------
-
-
-def _watch_optimizers() -> None:
-    if not _num_moves:
-        register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Let the state of an optimizer be where its parameters are."""
-    followed, is_spread = _known.get(optimizer, (0, False))
-    if followed != _num_moves:
+    if hasattr(optimizer, "device_of"):
+        return  # Such as ShardedOptimizer: it chose the devices of its state.
+    followed, devices = _known.get(optimizer, (0, set()))
+    # Another thread may move parameters meanwhile.
+    now = _num_moves
+    if followed != now:
         members = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-        moved = [(p, group) for p, group in members if id(p) in _placed]
-        is_spread = bool(moved) and len({p.device for p, _ in members}) > 1
-        if is_spread and isinstance(optimizer, LBFGS):
+        with _moving:
+            modules = sorted(_moved.items(), key=lambda each: each[1])
+        left = {p: number for module, number in modules for p in module.parameters()}
+        moved = [(p, group) for p, group in members if p in left]
+        devices = {p.device for p, _ in members} if moved else set()
+        if len(devices) > 1 and isinstance(optimizer, LBFGS):
             raise RuntimeError(
                 "LBFGS puts all parameters into one vector, and they are spread over several "
                 "devices; use an optimizer that treats each parameter by itself, such as AdamW, or "
@@ -264,18 +269,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             if state := optimizer.state.get(parameter):
                 # Counts are there, as torch has them, and what somebody keeps there on purpose.
                 counts = not (group.get("capturable") or group.get("fused"))
-                rest = _left_cpu.get(id(parameter), -1) < followed
+                rest = left[parameter] < followed
                 state.update({k: _follow(v, parameter, counts, rest) for k, v in state.items()})
-        _known[optimizer] = _num_moves, is_spread
-    if is_spread and any(map(is_capturing, {p.device for p in _parameters(optimizer)})):
+        _known[optimizer] = now, devices
+    if len(devices) > 1 and any(map(is_capturing, devices)):
         raise RuntimeError(
             "a graph of one device cannot record the step of an optimizer whose parameters are "
             "spread over several devices; step outside of the graph, or use originals='home'"
         )
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _follow(value: Any, parameter: torch.Tensor, counts_stay: bool, values_stay: bool) -> Any:
