@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 import pytest
 import torch
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.manager import KernelManager
 from torch import nn
 
 import dataparallel as dp
@@ -173,7 +173,12 @@ def skip_without_transformers(script: str) -> None:
 def run_cell(tmp_path: pathlib.Path) -> Iterator[Callable[[str], list[tuple[str, dict[str, Any]]]]]:
     """Executes cells one after another in one kernel; gives what a cell prints and shows."""
     environment = os.environ | {"DATAPARALLEL_VIRTUAL_DEVICES": "4", "OMP_NUM_THREADS": "1"}
-    manager, client = start_new_kernel(cwd=str(tmp_path), env=environment, startup_timeout=60)
+    # Not by TCP, whose ports another process may take before the kernel has them.
+    manager = KernelManager(transport="ipc", ip=str(tmp_path / "kernel"))
+    manager.start_kernel(cwd=str(tmp_path), env=environment)
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
 
     def run(code: str) -> list[tuple[str, dict[str, Any]]]:
         client.execute(code)
@@ -186,8 +191,8 @@ def run_cell(tmp_path: pathlib.Path) -> Iterator[Callable[[str], list[tuple[str,
             found.append((kind, content))
 
     yield run
-    client.stop_channels()
     manager.shutdown_kernel(now=True)
+    client.stop_channels()
 
 
 def test_the_notebook(run_cell: Callable[..., Any], tmp_path: pathlib.Path) -> None:
