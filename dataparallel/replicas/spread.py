@@ -39,11 +39,11 @@ _log = logging.getLogger("dataparallel")
 # Small parameters that follow each other have one owner, up to this part of an owner's share.
 _PARTS_PER_OWNER = 16
 
-# Moves so far, and of each module that was moved the number of those before it left the CPU; -1: it
-# never did. Not of its parameters: torch cannot swap what is in one with a weak reference, and a
-# later one may have the id of one that is no more.
+# Moves so far. Each module that was moved has the number of those before it left the CPU, or -1 if
+# it never did, and the ids of its parameters. They count only while it lives, since a later module
+# may have the same, and torch cannot swap what is in a parameter with a weak reference.
 _num_moves = 0
-_moved = weakref.WeakKeyDictionary[nn.Module, int]()
+_moved = weakref.WeakKeyDictionary[nn.Module, tuple[int, list[int]]]()
 _moving = threading.Lock()
 # Per optimizer the number of moves that it has followed, and the devices of its parameters.
 _known = weakref.WeakKeyDictionary[Optimizer, tuple[int, set[torch.device]]]()
@@ -185,11 +185,13 @@ def num_moves() -> int:
 def note_move(module: nn.Module) -> None:
     """Note that parameters of a module are about to move; the states of optimizers will follow."""
     global _num_moves
-    on_host = not all(is_accelerator(parameter.device) for parameter in module.parameters())
+    parameters = list(module.parameters())
+    on_host = not all(is_accelerator(parameter.device) for parameter in parameters)
     with _moving:
         if not _num_moves:
             register_optimizer_step_pre_hook(_before_step)
-        _moved[module] = _num_moves if on_host else _moved.get(module, -1)
+        left = _num_moves if on_host else _moved.get(module, (-1, ()))[0]
+        _moved[module] = left, list(map(id, parameters))
         _num_moves += 1
 
 
@@ -255,9 +257,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if followed != now:
         members = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         with _moving:
-            modules = sorted(_moved.items(), key=lambda each: each[1])
-        left = {p: number for module, number in modules for p in module.parameters()}
-        moved = [(p, group) for p, group in members if p in left]
+            left = {key: number for number, ids in sorted(_moved.values()) for key in ids}
+        moved = [(p, group) for p, group in members if id(p) in left]
         devices = {p.device for p, _ in members} if moved else set()
         if len(devices) > 1 and isinstance(optimizer, LBFGS):
             raise RuntimeError(
@@ -269,7 +270,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             if state := optimizer.state.get(parameter):
                 # Counts are there, as torch has them, and what somebody keeps there on purpose.
                 counts = not (group.get("capturable") or group.get("fused"))
-                rest = left[parameter] < followed
+                rest = left[id(parameter)] < followed
                 state.update({k: _follow(v, parameter, counts, rest) for k, v in state.items()})
         _known[optimizer] = now, devices
     if len(devices) > 1 and any(map(is_capturing, devices)):
