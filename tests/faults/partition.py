@@ -111,8 +111,8 @@ def _second(
     first.send("has a network")
     first.recv()
     _run(1, answer, function, args)
-    # Connections to a machine that is cut off would keep a process from ending.
-    os._exit(0)
+    # The end of its network would take the address of the first with it. Both are killed together.
+    first.recv()
 
 
 def _run(
