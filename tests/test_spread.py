@@ -930,9 +930,12 @@ def test_models_that_are_gone_move_no_state() -> None:
         gc.collect()
         net = Net().eval().to(DEVICES[0])
         model = dp.DataParallel(net, DEVICES[:3])
-        optimizer = dp.ShardedOptimizer(torch.optim.Adagrad, model)
-        losses(model, net, optimizer, 0)
-        optimizer.step()
+        optimizer = Momentum(net.parameters(), DEVICES[1])
+        for step in range(2):
+            losses(model, net, optimizer, step)
+            optimizer.step()
+            # After a move each optimizer sees to its state.
+            wrap(Net(), 2).close()
 
 
 def test_verification() -> None:
